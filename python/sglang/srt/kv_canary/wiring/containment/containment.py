@@ -407,15 +407,9 @@ class Containment:
         """Ids of requests that will get what others have computed from damage, from `starts` on."""
         promised = tuple(self.terms.promised(self.scheduler))
         for source in self._named(live, starts) if promised else ():
-            tokens = [*source.origin_input_ids, *source.output_ids]
             for request, length in promised:
-                if _namespace(request) == _namespace(source):
-                    pairs = zip(tokens, request.origin_input_ids[:length], strict=False)
-                    same = sum(
-                        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-                    )
-                    if same > starts[source.rid]:
-                        yield request.rid
+                if _same_tokens(source, request, length) > starts[source.rid]:
+                    yield request.rid
 
     def _admit_only_what_fits(self) -> None:
         """SGLang's bound of a request's length does not know of withheld slots: a longer one would wait forever."""
@@ -478,7 +472,15 @@ class Containment:
             if not gone.has_finished or gone.rid in answered or gone.forward < first:
                 continue
             known = self._is_known(gone.rid, gone.forward)
-            if not known and tainted.intersection(self.prefixes.slots_of(gone, 0)):
+            # A part of its slots may be others' by now
+            if (
+                not known
+                and tainted.intersection(self.prefixes.slots_of(gone, 0))
+                and any(
+                    _same_tokens(source, gone) > computed[source.rid]
+                    for source in self._named(live, computed)
+                )
+            ):
                 answered[gone.rid] = gone.forward
                 computed[gone.rid] = min(computed.values(), default=0)
         misled = frozenset(r.request_id for r in damage.readers if _is_misled(r))
@@ -674,6 +676,17 @@ def _has_read(live: _Live, reader: Reader) -> bool:
 def _is_misled(reader: Reader) -> bool:
     """Whether the request's row, or the allocator's free list, may be wrong."""
     return not _KEEPS_OWNERS.issuperset(reader.reasons)
+
+
+def _same_tokens(one: Any, other: Any, length: int | None = None) -> int:
+    """How many tokens both begin with, in one namespace. `length`: of `other`, in its prompt; None: all that it has."""
+    if _namespace(one) != _namespace(other):
+        return 0
+    given = other.origin_input_ids[:length]
+    if length is None:
+        given = [*given, *other.output_ids]
+    pairs = zip([*one.origin_input_ids, *one.output_ids], given, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _namespace(request: Any) -> tuple[str | None, str | None]:
