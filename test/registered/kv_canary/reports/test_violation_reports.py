@@ -357,6 +357,25 @@ def test_at_the_end_findings_of_forwards_without_results_are_named(is_dead: bool
     assert len(log.slots) == (not is_dead)
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_nothing_is_read_around_a_finding_once_memory_is_given_back(is_released: bool) -> None:
+    """What was found before has been looked at before. A finding whose result comes later is reported all the same."""
+    rig = _found_in_flight(False)
+    step = rig.recorder.step_of(rig.recorder.newest)
+    rig.recorder.result_arrived(step)
+    _damage(rig, 1, 7)
+    late = rig.decode([1])
+    if is_released:
+        rig.manager.before_memory_goes()
+    rig.recorder.result_arrived(late)
+    rig.manager.finish(1.0)
+    causes = rig.manager.violations._reporter._causes.values()
+    assert {c.first.slot: c.scene is not None for c in causes} == {
+        rig.slot(1, 5): True,
+        rig.slot(1, 7): not is_released,
+    }
+
+
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_the_end_of_a_server_in_mode_raise_is_no_success(is_dead: bool) -> None:
     """A finding of a forward whose result does not come fails the program, unless the request was dead."""

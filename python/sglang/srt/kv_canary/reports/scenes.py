@@ -25,6 +25,13 @@ class Scenes:
     def __init__(self, taker: Taker | None) -> None:
         self._taker = taker
         self._left = MAX_SCENES
+        self._gone_until = (
+            -1
+        )  # forward: what lay around findings of earlier ones is no longer there
+
+    def forget(self, until: int) -> None:
+        """The memory around findings of forwards up to `until` is given back."""
+        self._gone_until = until
 
     def renew(self) -> None:
         """As after the start, for tests and staged faults."""
@@ -33,6 +40,8 @@ class Scenes:
     def take(self, violation: Violation, recorder: FlightRecorder) -> Pending | None:
         """A scene on its way. None if there is none for this cause."""
         if self._taker is None or not self._left or violation.tier is not None:
+            return None
+        if violation.reader.forward <= self._gone_until:
             return None
         self._left -= 1
         try:

@@ -138,6 +138,10 @@ class ViolationManager:
         """See `ViolationReporter.causes_about`."""
         return self._reporter.causes_about(is_about, limit)
 
+    def forget_scenes(self) -> None:
+        """See `ViolationReporter.forget_scenes`: of all forwards until now."""
+        self._reporter.forget_scenes(self._recorder.newest)
+
     def renew_scenes(self) -> None:
         """See `ViolationReporter.renew_scenes`."""
         self._reporter.renew_scenes()

@@ -335,6 +335,11 @@ class ViolationReporter:
         """The next causes get scenes as the first ones of a process do: a staged fault begins."""
         self._scenes.renew()
 
+    def forget_scenes(self, until: int) -> None:
+        """The memory around findings of forwards up to `until` is given back now. Waits for scenes on their way."""
+        self._await_scenes()
+        self._scenes.forget(until)
+
     def causes_about(
         self, is_about: Callable[[Cause], bool], limit: int
     ) -> list[tuple[Cause, str]]:

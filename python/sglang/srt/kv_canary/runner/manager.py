@@ -819,6 +819,13 @@ class CanaryManager:
         if self.owes_copy:
             self.attempt(self._start_copy, True)
 
+    def before_memory_goes(self) -> None:
+        """SGLang gives the pool's memory back. Hand over what was found, with what lies around it, and look no more."""
+        try:
+            self.drain(wait=True)
+        finally:
+            self.violations.forget_scenes()
+
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived. `wait` blocks until all have (idle and shutdown only)."""
         with self.clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .context import context
 from .guard import guarded_aside
 from .hook_spec import HookSpec, HookType
 from .late_work import await_content
@@ -13,6 +14,8 @@ from .late_work import await_content
 def before_release(*_: Any, **__: Any) -> None:
     """SGLang unmaps the pool at once, also right after a result. Fingerprints of its prompt come after the result."""
     await_content()
+    for manager in context.managers:
+        manager.before_memory_goes()
 
 
 def release_hooks(scheduler: str) -> tuple[HookSpec, ...]:
