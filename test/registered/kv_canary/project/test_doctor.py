@@ -16,6 +16,7 @@ from sglang_kv_canary.testing.tiny_models import (
     write_tiny_gemma4,
     write_tiny_lfm2,
     write_tiny_llama,
+    write_tiny_whisper,
 )
 from sglang_kv_canary.wiring.coverage import _ONLY_IF, paths
 from sglang_kv_canary.wiring.releases import release
@@ -184,6 +185,12 @@ def test_every_refusal_is_named_with_what_to_do(served: tuple[str, ...]) -> None
     assert "Ray" in first
     assert "Remove --use-ray." in first
     assert "Remove --grpc-mode" in second
+
+
+def test_a_model_that_cannot_be_protected_is_a_problem(tmp_path: Path) -> None:
+    model = ("--model-path", write_tiny_whisper(tmp_path), "--device", "cpu")
+    problems = _problems(_ask(*model, "--attention-backend", "torch_native", *ON))
+    assert "encoder-decoder model cannot be protected" in " ".join(problems)
 
 
 def test_a_wrong_setting_is_a_problem(served: tuple[str, ...]) -> None:
