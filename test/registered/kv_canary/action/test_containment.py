@@ -10,21 +10,15 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind, Side
-from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.record import (
-    UNKNOWN,
     WORD_WRITER,
-    Column,
     Mode,
-    Reason,
     State,
     pack_writer,
 )
@@ -32,6 +26,7 @@ from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.scheduler import _begin_step
+from sglang_kv_canary_rigs.found_rows import changed_bytes
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
@@ -274,18 +269,8 @@ def _reads_damage(rig: ContainmentRig, rid: str, row: int) -> Req:
     slots = rig.tree.match(range(8)).device_indices.tolist()
     request = rig.request(rid, row, slots)
     forward = rig.forward(request)
-    finding = np.full(len(Column), UNKNOWN, dtype=np.int64)
-    for name, value in {
-        "TAG": CanaryLaunchTag(PoolKind.FULL, "K", Side.TAIL).id,
-        "REASONS": Reason.CONTENT,
-        "SLOT": slots[3],
-        "FULL_SLOT": slots[3],
-        "READER_ROW": row,
-        "READER_FORWARD": forward,
-        "WRITER": pack_writer(1, 1, Mode.EXTEND, State.LIVE),
-    }.items():
-        finding[Column[name]] = int(value)
-    rig.desk.note_findings(finding[None])
+    writer = pack_writer(1, 1, Mode.EXTEND, State.LIVE)
+    rig.desk.note_findings(changed_bytes(slots[3], row, forward, writer))
     return request
 
 

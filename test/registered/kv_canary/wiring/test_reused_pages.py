@@ -7,23 +7,18 @@ from array import array
 from collections.abc import Iterable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind, Side
-from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.record import (
-    UNKNOWN,
     WORD_WRITER,
-    Column,
     Mode,
-    Reason,
     State,
     pack_writer,
 )
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.found_rows import changed_bytes
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 from sglang_kv_canary_rigs.radix_fixtures import cache_params
@@ -137,13 +132,8 @@ class _Rig:
         return self.rows.req_to_token[request.kv.req_pool_idx, :24].tolist()
 
     def found(self, request: Req, forward: int, slot: int) -> None:
-        row = np.full((1, len(Column)), UNKNOWN, dtype=np.int64)
-        row[0, Column.TAG] = CanaryLaunchTag(PoolKind.FULL, "K", Side.TAIL).id
-        row[0, [Column.SLOT, Column.FULL_SLOT]] = slot
-        row[0, Column.REASONS] = int(Reason.CONTENT)
-        row[0, Column.READER_ROW], row[0, Column.READER_FORWARD] = request.kv.req_pool_idx, forward
-        row[0, Column.WRITER] = int(self.manager.groups[0].k_tail[slot, WORD_WRITER])
-        row[0, Column.EXPECTED_CONTENT] = 77
+        writer = int(self.manager.groups[0].k_tail[slot, WORD_WRITER])
+        row = changed_bytes(slot, request.kv.req_pool_idx, forward, writer)
         self.containment.desk.note_findings(row)
         self.containment.between_steps()
 

@@ -173,11 +173,7 @@ def _answer(idle: bool) -> None:
 
 @guarded_aside
 def _after_pause(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
-    attend_while_paused(scheduler, _attend_paused)
-
-
-def _attend_paused() -> None:
-    attempt_aside(_attend, True)
+    attend_while_paused(scheduler, lambda: attempt_aside(_attend, True))
 
 
 def around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
