@@ -34,6 +34,7 @@ class Command:
     name: str
     module: str
     help: str
+    needs_sglang: bool = True
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -55,7 +56,12 @@ COMMANDS: tuple[Command, ...] = (
         "faults that can be injected, with arguments and what must be reported",
     ),
     Command("pools", "cli.pools", "what is covered, by KV pool class and by path of SGLang"),
-    Command("report", "cli.report", "what event files tell, as a page or for the terminal"),
+    Command(
+        "report",
+        "cli.report",
+        "what event files tell, as a page or for the terminal",
+        needs_sglang=False,
+    ),
     Command(
         "selftest",
         "cli.selftest",
@@ -178,19 +184,23 @@ def _version(distribution: str) -> str:
 
 def _run(command: Command, argv: Sequence[str]) -> int:
     _be_quiet()
+    if command.needs_sglang and (problem := _sglang_problem()):
+        print(problem, file=sys.stderr)
+        return 1
+    return importlib.import_module(f"{_PACKAGE}.{command.module}").main(argv)
+
+
+def _sglang_problem() -> str:
+    """Why a command that needs SGLang cannot run here, or ""."""
     try:
         commands = importlib.import_module(f"{_PACKAGE}.cli")
-        problem = commands.sglang_problem()
+        return commands.sglang_problem()
     except ModuleNotFoundError as error:
-        problem = (
+        return (
             f"kv-canary: {error}. SGLang cannot be imported in {sys.prefix}: install "
             "sglang-kv-canary[sglang] into this environment (on a CPU machine: `make setup` in the project's "
             "folder), then run this again."
         )
-    if problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return importlib.import_module(f"{_PACKAGE}.{command.module}").main(argv)
 
 
 def _be_quiet() -> None:

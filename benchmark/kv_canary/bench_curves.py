@@ -29,11 +29,11 @@ from bench_kernels import (
     run_forward,
 )
 
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import PREV_ANCHOR
 
 BATCHES = [1, 4, 16, 64, 256, 1024, 4096]

@@ -32,7 +32,6 @@ import without_kernels
 from hooked_functions import Clock, Hooked, HookedAllocator, HookedRows, TimedAllocator, hook_in
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.environ import default_of
 from sglang_kv_canary.host_code import HOST, begin_to_compile
@@ -42,6 +41,7 @@ from sglang_kv_canary.launch.warm_up import (
     warm_up_sweep,
 )
 from sglang_kv_canary.observers import build_observers
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.farewell import Farewell
 from sglang_kv_canary_rigs.tree_rig import TreeRig

@@ -26,13 +26,14 @@ import triton
 import triton.language as tl
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang_kv_canary.capacities import CanaryLaunchCapacities
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_slots_per_forward
 from sglang_kv_canary.kernels.triton import content, forward, slots, sweep
 from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import PREV_ANCHOR, SECTOR_BYTES, Mode
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import CanaryDeviceState

@@ -18,8 +18,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.host_code import begin_to_compile
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.reports.cause import Cause
 from sglang_kv_canary.reports.evidence import History
 from sglang_kv_canary.reports.story import Story

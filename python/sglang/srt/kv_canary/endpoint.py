@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import TYPE_CHECKING
 
-from .buffer_group import CanaryBufferGroup, PoolKind, Side
+from .pool_kind import PoolKind, Side
+
+if TYPE_CHECKING:  # a report is read where no torch is
+    from .buffer_group import CanaryBufferGroup
 
 TAGS_PER_KIND = 8
 

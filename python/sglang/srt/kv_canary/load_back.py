@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .buffer_group import CanaryBufferGroup, PoolKind
+from .buffer_group import CanaryBufferGroup
+from .pool_kind import PoolKind
 
 
 @dataclass(frozen=True, slots=True)

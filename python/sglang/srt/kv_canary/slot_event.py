@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from .pool_kind import PoolKind
 
-from .buffer_group import PoolKind
+if TYPE_CHECKING:
+    import torch
 
 MOST_CALLS = 1024  # maximum calls of the allocator merged in one event
 
@@ -53,12 +53,3 @@ class RecordMove:
     pool_kind: PoolKind  # of the allocator
     sources: torch.Tensor  # int64[n], in the allocator's slot space
     targets: torch.Tensor  # the same, disjoint from `sources`
-
-
-def slots_of(events: Sequence[SlotEvent]) -> torch.Tensor | None:
-    """The slots of all events, int64[n], one event's after the other's. None of none. On the current stream."""
-    slots = [event.slots for event in events if event.slots is not None]
-    if not slots:
-        return None
-    # A copy to the host that converts would wait for the device.
-    return (slots[0] if len(slots) == 1 else torch.cat(slots)).to(torch.int64)

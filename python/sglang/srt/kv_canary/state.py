@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from .buffer_group import CanaryBufferGroup, PoolKind
+from .buffer_group import CanaryBufferGroup
 from .capacities import CanaryLaunchCapacities
 from .endpoint import NUM_TAGS
 from .plan.expected_inputs import ListMemory, words_of_lists
 from .plan.kept_inputs import InputMemory, words_of_inputs
+from .pool_kind import PoolKind
 from .record import (
     ROW_WORD_CHAIN,
     ROW_WORD_LENGTH,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.launch.arrivals import ArrivalLauncher
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.arrival import Arrival
+from sglang_kv_canary.pool_kind import Side
 
 from .scene import CheckScene
 from .world import RingViolation, ScratchGroup

@@ -23,7 +23,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang_kv_canary import wiring
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context

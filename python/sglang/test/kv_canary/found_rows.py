@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import UNKNOWN, Column, Reason
 
 __all__ = ["changed_bytes"]

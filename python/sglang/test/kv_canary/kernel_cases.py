@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang_kv_canary.capacities import CanaryLaunchCapacities
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import Part
@@ -21,6 +21,7 @@ from sglang_kv_canary.kernels.layout import content_slots_per_forward
 from sglang_kv_canary.page_table import PageTable
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Column, Mode
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import CanaryDeviceState

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.perturb.content import slot_in
+from sglang_kv_canary.pool_kind import PoolKind
 
 from .manager_rig import ManagerRig
 from .pool_fixtures import RealPool

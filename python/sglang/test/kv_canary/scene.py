@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.selftest.scene import Scene
 from sglang_kv_canary.selftest.scratch_pool import RingViolation, ScratchSpec

@@ -14,10 +14,10 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.plan.anchor import anchor_of
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.plan.host_chain import chain_of_tokens
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings

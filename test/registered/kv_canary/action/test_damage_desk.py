@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State, pack_writer
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.origin import Origin

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.host_chain import chain_of_tokens
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.arrival_scene import ArrivalScene

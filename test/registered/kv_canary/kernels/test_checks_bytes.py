@@ -6,8 +6,8 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import READS, fires

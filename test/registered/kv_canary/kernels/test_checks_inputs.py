@@ -7,8 +7,8 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.plan.expected_inputs import RowStart
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary_rigs.check_scenes import TREE, WRITES, fires
 from sglang_kv_canary_rigs.scene import assert_clean, assert_violation, chain_of

@@ -6,7 +6,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.check_scenes import READS, fires

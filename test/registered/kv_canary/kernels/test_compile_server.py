@@ -33,7 +33,7 @@ from sglang_kv_canary.kernels.triton.compile_requests import (
 )
 from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.kernels.triton.variant import Variant
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.kernel_cases import ContentShape, Pool, make_group, make_state
 from sglang_kv_canary.config import ContentMode

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.host_code import HOST
 from sglang_kv_canary.kernels import triton as triton_backend
@@ -30,6 +29,7 @@ from sglang_kv_canary.kernels.triton.launch import (
     part_arguments,
     prepared,
 )
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary_rigs.kernel_cases import Pool, make_group, make_state
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")

@@ -57,7 +57,7 @@ def compile_only(self, *args, grid, warmup, **keywords):
 JITFunction.run = compile_only
 
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import launch

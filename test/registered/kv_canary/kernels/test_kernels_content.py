@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.kernels import reference
@@ -19,6 +19,7 @@ from sglang_kv_canary.kernels.triton import content as content_launches
 from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import OUTBOX_BITS, Header, TagCounter

@@ -11,10 +11,10 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK, WRITE_TILE
 from sglang_kv_canary.plan.plan_input import ForwardPlan
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import UNKNOWN, Column, Reason, State
 from sglang_kv_canary.state import Header, TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (

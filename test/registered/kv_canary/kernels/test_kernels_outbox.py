@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.reports.outbox import Outbox
 from sglang_kv_canary.state import OUTBOX_BITS, Header
 from sglang_kv_canary_rigs.kernel_cases import Pool, Twin, kernel_device, make_group, make_state

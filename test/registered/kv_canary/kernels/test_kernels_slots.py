@@ -7,10 +7,10 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import free_marks, record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.kernels.triton import slots as slot_launches
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Reason
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import TagCounter

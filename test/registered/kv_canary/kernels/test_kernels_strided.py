@@ -8,12 +8,13 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.expected_inputs import RowStart
 from sglang_kv_canary.plan.plan_input import UnsupportedForwardError
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import PREV_ANCHOR, Mode, Reason, State
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import TagCounter

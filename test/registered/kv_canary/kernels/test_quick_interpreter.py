@@ -10,9 +10,9 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.triton.jit import INTERPRET, jit
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.testing.quick_interpreter import tritons_own
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,

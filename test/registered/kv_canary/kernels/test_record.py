@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import HALVES, NUM_TAGS, CanaryLaunchTag, build_endpoints_from_group
 from sglang_kv_canary.kernels.layout import content_unit
 from sglang_kv_canary.kernels.reference import content_fingerprint, hashing
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Column, Mode, Reason, State
 from sglang_kv_canary_rigs.oracle.content import fingerprint as oracle_fingerprint
 from sglang_kv_canary_rigs.world import CONTENT_SHAPES, Memory

@@ -14,13 +14,13 @@ import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import Action, CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.errors import CanaryHealthError, CanaryPhaseError
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.monitors import health
 from sglang_kv_canary.monitors.health import MIN_SILENT_STEPS, HealthCheck
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
 from sglang_kv_canary.runner.step_observer import StepObserver, Summary

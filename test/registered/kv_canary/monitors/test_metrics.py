@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.monitors import health as health_module
@@ -27,6 +26,7 @@ from sglang_kv_canary.monitors.metrics import (
     metric_labels,
 )
 from sglang_kv_canary.monitors.violation_pairs import violation_pairs
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.runner.ranks import Ranks
 from sglang_kv_canary.slot_event import SlotEventKind

@@ -13,11 +13,11 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.perturb.content import bytes_of
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.pool_patcher.adapters.dsv4 import STRIDES
 from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary.runner.live_answers import LiveAnswers, Unanswerable

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.cli.pools import main as pools_command
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.pool_patcher import (
     AttachOptions,
     BufInfoSplice,

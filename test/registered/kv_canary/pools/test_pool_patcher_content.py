@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.reference.content import content_fingerprint
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.pool_patcher import UnsupportedPoolError, attach_canary_buffers
 from sglang_kv_canary.pool_patcher.content_layout import row_sources
 from sglang_kv_canary_rigs import pool_fixtures as pools

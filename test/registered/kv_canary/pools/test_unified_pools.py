@@ -14,13 +14,14 @@ import torch
 
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.kernels import triton as kernels
 from sglang_kv_canary.kernels.reference.content import content_fingerprint
 from sglang_kv_canary.page_table import PageTable
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.pool_patcher import UnsupportedPoolError, attach_canary_buffers
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import TagCounter

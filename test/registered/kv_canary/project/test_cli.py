@@ -23,6 +23,7 @@ from kv_canary_cli import COMMANDS, main
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.event_folder import write_folder
 from sglang_kv_canary_rigs.warm import shared
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
@@ -175,23 +176,37 @@ def test_characters_that_the_terminal_lacks_are_escaped(
     assert "\\u6f22" in shown.getvalue().decode("latin-1")
 
 
-@pytest.mark.parametrize("argv", [["pools"], ["report", "--text", "."]], ids=str)
-def test_without_sglang_says_what_to_install(argv, tmp_path):
-    folder = tmp_path / "sglang" / "srt" / "kv_canary"
-    shutil.copytree(Path(package.__file__).parent, folder)
-    shutil.copy(kv_canary_cli.__file__, tmp_path)
-    run = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['kv_canary', *{argv}]; "
-    run += f"runpy.run_module({package.__name__!r}, run_name='__main__', alter_sys=True)"
-    ended = subprocess.run(
+def _bare(folder: Path, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """`kv-canary *argv` with the package in `folder` under `name`, in a Python that has no library at all."""
+    shutil.copytree(Path(package.__file__).parent, folder.joinpath(*name.split(".")))
+    shutil.copy(kv_canary_cli.__file__, folder)
+    run = f"import sys, runpy; sys.path.insert(0, {str(folder)!r}); sys.argv = ['kv_canary', *{argv}]; "
+    run += f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return subprocess.run(
         [sys.executable, "-I", "-S", "-c", run],
         capture_output=True,
         text=True,
         timeout=consts.PROCESS_TIMEOUT_S,
     )
+
+
+def test_without_sglang_says_what_to_install(tmp_path: Path) -> None:
+    ended = _bare(tmp_path, package.__name__, "pools")
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert "install sglang-kv-canary[sglang]" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_event_files_are_read_where_neither_sglang_nor_torch_is(tmp_path: Path) -> None:
+    events, here, there = (tmp_path / name for name in ("events", "here.txt", "there.txt"))
+    write_folder(events)
+    assert main(["report", "--text", str(events), "-o", str(here)]) == 0
+    argv = ("report", "--text", str(events), "-o", str(there))
+    ended = _bare(tmp_path, "sglang_kv_canary", *argv)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "2 causes" in there.read_text()
+    assert there.read_text() == here.read_text()
 
 
 @pytest.mark.skipif(not (REPO / "docs").is_dir(), reason="no source tree: docs/ is not here")

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import (
     VIOLATION_COLUMNS,
     Column,

@@ -15,11 +15,11 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, StaleWeights
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports import neighbours, story, violation_reporter
 from sglang_kv_canary.reports.cause import Cause
@@ -38,7 +38,7 @@ from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.reports.scene_facts import CachedAt
 from sglang_kv_canary.reports.sentence import sentence
-from sglang_kv_canary.reports.slot_history import SlotMoment
+from sglang_kv_canary.reports.slot_moment import SlotMoment
 from sglang_kv_canary.reports.story import Story, report_of
 from sglang_kv_canary.reports.tier_finding import NO_FORWARD_FOUND_IT, Finding
 from sglang_kv_canary.reports.violation import Violation, render

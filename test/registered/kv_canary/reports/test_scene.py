@@ -12,9 +12,9 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.reports import scenes
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary.reports.scene import MAX_LISTED, NEAR, Scene

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import ContentSource, Side
+from sglang_kv_canary.buffer_group import ContentSource
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.reference.content import content_fingerprint
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import WORD_CONTENT, WORD_IDENTITY
 from sglang_kv_canary.reports.scene import Scene
 from sglang_kv_canary.runner.changed_words import Word, _inverse, explaining_words, row_of

@@ -17,10 +17,11 @@ import sglang_kv_canary
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import cuda_streams
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.reports import slot_history, violation_reporter
-from sglang_kv_canary.reports.slot_history import MAX_SHOWN, SlotHistory, SlotMoment
+from sglang_kv_canary.reports.slot_history import MAX_SHOWN, SlotHistory
+from sglang_kv_canary.reports.slot_moment import SlotMoment
 from sglang_kv_canary.slot_event import CallSite, SlotCalls, SlotEvent, SlotEventKind
 from sglang_kv_canary.testing.consts import PROCESS_TIMEOUT_S
 from sglang_kv_canary.wiring import call_site

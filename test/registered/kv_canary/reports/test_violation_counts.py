@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import VIOLATION_COLUMNS, Column, Reason
 from sglang_kv_canary.reports import gap, losses, violation_reporter
 from sglang_kv_canary.reports.classify import BugClass

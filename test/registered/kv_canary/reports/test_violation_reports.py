@@ -16,9 +16,9 @@ import torch
 
 import sglang_kv_canary
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Column
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder

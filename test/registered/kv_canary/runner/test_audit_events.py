@@ -20,7 +20,7 @@ from sglang_kv_canary.host_code import HOST, begin_to_compile
 from sglang_kv_canary.single_forward_manager.phases import Phase, PhaseTracker
 from sglang_kv_canary.wiring.call_site import call_of
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.slot_event import SlotEventKind
 
 begin_to_compile().join()

@@ -11,12 +11,12 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.capacities import MOST_REQUESTS, CanaryLaunchCapacities
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.monitors.health import HealthCheck
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
 from sglang_kv_canary.runner.slot_ledger import MAX_WAITING_ALLOCS

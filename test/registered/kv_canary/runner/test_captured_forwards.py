@@ -15,12 +15,12 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels.reference.hashing import state_of
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.plan_input import ForwardPlan, VerifyPlan, WritePlan
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import State
 from sglang_kv_canary.single_forward_manager import BesideLayers
 from sglang_kv_canary.single_forward_manager import manager as captured

@@ -16,7 +16,6 @@ import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryPhaseError
 from sglang_kv_canary.launch.loads import LoadedPrefix, adopt_content
@@ -28,6 +27,7 @@ from sglang_kv_canary.plan.anchor import anchor_of
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.plan_input import UnsupportedForwardError
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.reports import internal_errors as guard
 from sglang_kv_canary.reports.internal_errors import InternalErrors, describe_error
 from sglang_kv_canary.runner.manager import REMIND_EVERY_S

@@ -12,8 +12,8 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.analysis.redaction import Redaction
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import WORD_IDENTITY
 from sglang_kv_canary.reports import flight_recorder
 from sglang_kv_canary.reports.async_copy import FutureTensors
@@ -193,7 +193,7 @@ def test_compressed_slots_are_those_that_stand_for_the_token() -> None:
 
 
 def test_the_history_of_the_allocator_is_told_even_before_it_is_applied() -> None:
-    from sglang_kv_canary.buffer_group import PoolKind
+    from sglang_kv_canary.pool_kind import PoolKind
     from sglang_kv_canary.slot_event import SlotEventKind
 
     answers = Asked(ManagerRig())

@@ -17,13 +17,13 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import cuda_streams, record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
 from sglang_kv_canary.plan.arrival import Arrival
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.slot_history import SlotHistory

@@ -10,9 +10,9 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.moot import are_moot, are_settled

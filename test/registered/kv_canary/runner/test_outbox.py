@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import Action, CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.flight_recorder import StepRecord
 from sglang_kv_canary.reports.outbox import Outbox

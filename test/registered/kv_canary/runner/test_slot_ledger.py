@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.runner.slot_ledger import SlotLedger

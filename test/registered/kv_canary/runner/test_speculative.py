@@ -14,7 +14,6 @@ from sglang.srt.model_executor.cuda_graph_runner import DecodeInputBuffers
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode, TokenCheck
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import reference
@@ -28,6 +27,7 @@ from sglang_kv_canary.plan.speculation import (
     draft_keeps_kv,
     parents_of_tree,
 )
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import FORWARD_MASK, WORD_WRITER, Mode
 from sglang_kv_canary.runner import manager
 from sglang_kv_canary.state import Header

@@ -17,13 +17,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryConfig, ContentMode, TokenCheck
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import launch, slots
 from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import RECORD_WORDS
 from sglang_kv_canary.runner import manager
 from sglang_kv_canary.single_forward_manager import BesideLayers

@@ -9,9 +9,9 @@ import torch
 
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import State, unpack_writer
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.wiring.allocator import watch_allocator

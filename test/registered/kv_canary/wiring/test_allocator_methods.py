@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.allocator import (
 )
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context

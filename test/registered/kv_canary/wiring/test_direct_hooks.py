@@ -74,7 +74,7 @@ ALLOCATE = """
 import torch
 from types import SimpleNamespace
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.wiring.call_site import SITES
 
 events = []

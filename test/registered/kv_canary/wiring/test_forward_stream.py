@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.wiring import disaggregation, schedule_stream
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.forward_stream import await_forwards

@@ -13,7 +13,6 @@ import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import ContentMode, TokenCheck
 from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.page_table import PageTable
@@ -21,6 +20,7 @@ from sglang_kv_canary.perturb.observer import _HeadDamage
 from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.kept_inputs import InputMemory, words_of_inputs
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.single_forward_manager import Phase, head_can_wait, late_work
 from sglang_kv_canary.slot_event import RecordMove, SlotEventKind
 from sglang_kv_canary.state import Header

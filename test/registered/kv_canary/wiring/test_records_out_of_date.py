@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.transfer.notice import Notice

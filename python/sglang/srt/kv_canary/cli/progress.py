@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 def watched(found: Iterable[T], file: Path) -> Iterator[T]:
-    """Passes on what is read of `file`, and counts it on stderr if that is a terminal."""
-    from tqdm import tqdm
-
+    """Passes on what is read of `file`, and counts it on stderr if that is a terminal and tqdm is there."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:  # it comes with SGLang, and a report is read elsewhere, too
+        return iter(found)
     return iter(tqdm(found, desc=file.name, unit=" lines", disable=None, leave=False))

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..kernels.layout import content_bytes_per_slot, slots_between_visits, turn_of
 from ..load_back import LoadBack
+from ..pool_kind import Side
 from ..record import State
 from ..reports.tier_finding import Finding
 from ..reports.violation import HOST_TIER

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..endpoint import Part
 from ..plan.arrival import Arrival, check_plan, take_over_plan
+from ..pool_kind import Side
 from ..state import Header
 from .launcher import Launcher, launch_endpoints_per_forward
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..endpoint import CanaryEndpoint, Part, build_endpoints_from_group
 from ..kernels.layout import content_slots_per_forward
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
+from ..pool_kind import Side
 from ..state import CanaryDeviceState
 
 if TYPE_CHECKING:

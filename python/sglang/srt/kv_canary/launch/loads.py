@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..plan.host_chain import chain_of_tokens, links_of_tokens
 from ..plan.upload import upload
+from ..pool_kind import Side
 from .launcher import Launcher
 
 __all__ = ["LoadedPrefix", "adopt_content", "write_records"]

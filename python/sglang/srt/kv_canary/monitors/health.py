@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import CanaryConfig, CanaryMode, ContentMode
 from ..endpoint import CanaryLaunchTag
 from ..errors import CanaryHealthError
 from ..listeners import tell_all
+from ..pool_kind import PoolKind, Side
 from ..reports.event_sink import EventSink
 from ..reports.violation_reporter import leave_last_words
 from ..runner.step_observer import Observed, StepObserver, Summary

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
 from ..endpoint import CanaryLaunchTag, build_endpoints_from_group
+from ..pool_kind import Side
 from ..runner.step_observer import Summary
 from ..state import TagCounter
 

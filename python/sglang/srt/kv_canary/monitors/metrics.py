@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
+from ..pool_kind import Side
 from ..runner.arrival_desk import OUTCOMES
 from ..runner.damage_desk import AFFECTED, ALLOCATOR_KINDS, DamageDesk
 from ..runner.ranks import Ranks

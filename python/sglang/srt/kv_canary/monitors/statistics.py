@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
+from ..pool_kind import Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter

@@ -10,8 +10,9 @@ import json
 import logging
 from dataclasses import asdict, dataclass, fields
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import PoolKind, Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter

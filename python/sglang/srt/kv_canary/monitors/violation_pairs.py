@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import PoolKind, Side
 from ..record import Reason
 from ..reports.violation import tag_name
 from .launch_counts import tags_of

@@ -5,7 +5,7 @@ Commands are checked against it, and `kv-canary faults` prints it.
 
 from __future__ import annotations
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..record import Reason
 from . import content, host_pages, inputs, lifetime, observe, records, rows, swa_mapping
 from .fault import MIN_INT32, REQUIRED, Argument, Fault, choice, number, switch, text, tokens

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, full_slots_of
+from ..buffer_group import CanaryBufferGroup, full_slots_of
+from ..pool_kind import PoolKind
 from ..record import WORD_WRITER, State, unpack_writer
 from ..wiring.releases import release
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..endpoint import Part
 from ..page_table import PageTable
+from ..pool_kind import PoolKind, Side
 from ..record import Mode
 from .expected_inputs import ExpectedTokens
 

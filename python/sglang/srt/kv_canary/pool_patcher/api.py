@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup
+from ..pool_kind import PoolKind
 from ..record import RECORD_BYTES
 from . import registry
 from .attachment import AttachOptions, PoolAttacher, PoolAttachment

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup
+from ..pool_kind import PoolKind
 from .buf_info_splice import BufInfoSplice
 
 KV_BUF_INFOS = "get_contiguous_buf_infos"

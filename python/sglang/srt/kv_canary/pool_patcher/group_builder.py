@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup, ContentSource
+from ..pool_kind import PoolKind, Side
 from .attachment import AttachOptions
 from .buf_info_splice import BufInfoSplice
 from .buffer_allocation import alloc_canary_buf

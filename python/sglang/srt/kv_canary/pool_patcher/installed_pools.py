@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sglang.srt.mem_cache
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from . import registry
 from .registry import Coverage, PoolSupport
 

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from .attachment import PoolAttacher
 
 _ADAPTERS = f"{__package__}.adapters"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import PoolKind, Side
 from ..record import Reason
 from .evidence import History, chunk_of
 from .extent import MAX_SLOTS, Extent, parts_of
 from .flight_recorder import FlightRecorder
 from .scene import Pending, Scene
-from .slot_history import SlotMoment
+from .slot_moment import SlotMoment
 from .story import Story
 from .violation import HOST_TIER, Actor, Violation, render
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..record import PREV_ANCHOR, Reason
 from .evidence import ALL_ZERO, Evidence
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import PoolKind, Side
 from ..record import CONTENT_BASE, Mode, Reason, chain_step, to_signed64, to_unsigned64
 from ..slot_event import SlotEventKind
 from .extent import parts_of
 from .flight_recorder import FlightRecorder
 from .scene import Scene
-from .slot_history import SlotMoment
+from .slot_moment import SlotMoment
 from .violation import Actor, Violation
 
 ALL_ZERO = to_signed64(CONTENT_BASE)  # fingerprint of a slot whose bytes are all zero

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..buffer_group import Side
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import Side
 
 MAX_SLOTS = 64  # distinct slots remembered per cause
 

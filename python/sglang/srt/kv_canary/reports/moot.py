@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 
-from ..buffer_group import PoolKind
 from ..endpoint import NUM_TAGS, CanaryLaunchTag
 from ..host_code import HOST
 from ..plan.host_chain import first_links
+from ..pool_kind import PoolKind
 from ..record import Column, Reason, chain_fold
 from .flight_recorder import FlightRecorder, StepRecord
 

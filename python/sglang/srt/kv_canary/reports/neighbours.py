@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..buffer_group import PoolKind
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import PoolKind
 from ..record import Mode, Reason
 from .cause import Cause, family_of
 from .evidence import Evidence, History, continues, is_same

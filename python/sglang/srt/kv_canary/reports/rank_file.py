@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..config import CanaryConfig
 from .event_file import EventFile, FileInUseError
+
+if TYPE_CHECKING:  # a report is read where no SGLang is
+    from ..config import CanaryConfig
 
 SETTING = "SGLANG_KV_CANARY_EVENTS_DIR"
 MOST_WRITERS = 1000  # processes of one rank name in one folder

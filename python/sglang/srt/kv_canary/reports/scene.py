@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from .. import record
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..record import State
 from .scene_facts import (
     CachedAt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..record import PREV_ANCHOR, Mode, Reason
 from .evidence import ALL_ZERO, Evidence
 from .safe_text import safe_text

@@ -8,76 +8,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..buffer_group import PoolKind
 from ..cuda_streams import EventQueue
-from ..slot_event import CallSite, SlotEvent, SlotEventKind, slots_of
-from .safe_text import safe_text
+from ..event_slots import slots_of
+from ..pool_kind import PoolKind
+from ..slot_event import CallSite, SlotEvent, SlotEventKind
+from .slot_moment import SlotMoment
 
 MAX_EVENTS = 16384
 MOST_COPIES = 4  # under way that have an event of their own
 MAX_SHOWN = 6  # newest moments of a slot
-MAX_FUNCTIONS = 4  # of a call site, in a report
-MAX_REQUEST_ID = 1024  # characters of a request id in an event
-
-_VERBS = {
-    SlotEventKind.ALLOC: "handed out",
-    SlotEventKind.FREE: "freed",
-    SlotEventKind.CLEAR: "freed with all other slots",
-    SlotEventKind.LOAD: "filled",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SlotMoment:
-    """One event in the life of a slot."""
-
-    kind: SlotEventKind
-    step: int  # the scheduler's last step before it
-    slots: int  # of the call; 0 for all
-    site: CallSite | None
-    request_id: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        request_id = None if self.request_id is None else self.request_id[:MAX_REQUEST_ID]
-        return {
-            "what": self.kind.name.lower(),
-            "step": self.step,
-            "slots": self.slots,
-            "purpose": None if self.site is None else self.site.purpose or None,
-            "functions": [] if self.site is None else list(self.site.functions),
-            "request_id": request_id,
-        }
-
-    @classmethod
-    def from_event(cls, moment: Mapping[str, Any]) -> SlotMoment:
-        """The inverse of `as_dict`."""
-        functions = tuple(moment["functions"])
-        site = CallSite(moment["purpose"] or "", functions) if functions else None
-        kind = SlotEventKind[moment["what"].upper()]
-        return cls(kind, moment["step"], moment["slots"], site, moment["request_id"])
-
-    def text(self) -> str:
-        """One line."""
-        others = self.slots - 1
-        others = f" with {others} other{'s' * (others > 1)}" if others > 0 else ""
-        return f"after step {self.step}: {_VERBS[self.kind]}{others}{self.caller_text()}"
-
-    def caller_text(self) -> str:
-        """Who called the allocator, after a comma. Empty if it is not known."""
-        if self.site is None or not self.site.functions:
-            return ""
-        purpose = f", {self.site.purpose}" if self.site.purpose else ""
-        request = "" if self.request_id is None else f' of request "{safe_text(self.request_id)}"'
-        return f"{purpose}{request} ({' < '.join(self.site.functions[:MAX_FUNCTIONS])})"
-
 
 # An event without its tensors: kind, pool kind (both as values), page size, step, and then its SlotCalls.
 _Kept = tuple[int | str | None, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..record import Reason
 from .flight_recorder import FlightRecorder
 from .tier_finding import NO_SEQUENCE

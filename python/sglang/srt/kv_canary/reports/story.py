@@ -10,7 +10,7 @@ from .classify import Guess, classify
 from .evidence import Evidence
 from .scene import Scene
 from .sentence import sentence
-from .slot_history import SlotMoment
+from .slot_moment import SlotMoment
 from .violation import STATE_TIER, Violation, render
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import record
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..record import Mode, Reason
 from .flight_recorder import FlightRecorder
 from .violation import Actor, Violation, actor_of, state_name

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .. import record
-from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag, free_tag_name
+from ..pool_kind import PoolKind, Side
 from ..record import REASON_HELP, Column, Mode, Reason, State
 from .flight_recorder import FlightRecorder
 from .safe_text import safe_text
 from .weight_history import WeightVersion, describe_read
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_ORIGIN = 512  # characters of where KV came from in a report
 MAX_REQUEST_ID = 1024  # characters of a request id in an event

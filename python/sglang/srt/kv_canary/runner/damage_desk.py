@@ -10,8 +10,9 @@ from functools import cache
 
 import numpy as np
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import PoolKind, Side
 from ..record import UNKNOWN, Column, Reason, is_writer_intact
 from ..reports.complaints import Complaints
 from ..reports.flight_recorder import FlightRecorder

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, full_slots_of
+from ..buffer_group import CanaryBufferGroup, full_slots_of
+from ..pool_kind import PoolKind
 from ..record import FORWARD_MASK, ROW_WORD_LENGTH, State
 from ..reports.async_copy import FutureTensors
 from ..reports.cause import Cause

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup
 from ..capacities import CanaryLaunchCapacities
 from ..config import Action, CanaryConfig, CanaryMode, StaleWeights
 from ..cuda_streams import record
@@ -27,6 +27,7 @@ from ..launch.loads import LoadedPrefix, write_records
 from ..plan.arrival import Arrival
 from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
+from ..pool_kind import Side
 from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..kernels.reference import hashing
 from ..kernels.reference.content import content_fingerprint
+from ..pool_kind import PoolKind, Side
 from ..reports.async_copy import FutureTensors
 from ..reports.scene import MAX_LISTED, NEAR, Place
 from .changed_words import row_of

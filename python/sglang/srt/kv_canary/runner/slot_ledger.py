@@ -8,10 +8,12 @@ from types import ModuleType
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup
+from ..event_slots import slots_of
 from ..load_back import Landed, LoadBack
+from ..pool_kind import PoolKind
 from ..reports.slot_history import SlotHistory
-from ..slot_event import MOST_CALLS, RecordMove, SlotCalls, SlotEvent, SlotEventKind, slots_of
+from ..slot_event import MOST_CALLS, RecordMove, SlotCalls, SlotEvent, SlotEventKind
 from ..state import CanaryDeviceState
 from .borrowed_tensors import BorrowedTensors
 

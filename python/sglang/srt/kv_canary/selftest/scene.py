@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from .. import record
-from ..buffer_group import Side
 from ..launch.launcher import launch_endpoints_per_forward
 from ..plan.expected_inputs import RowStart
+from ..pool_kind import Side
 from ..record import Mode
 from ..slot_event import SlotEventKind
 from .forwards import Forward, Request, SweepEntry

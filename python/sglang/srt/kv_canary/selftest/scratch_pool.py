@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..capacities import CanaryLaunchCapacities
 from ..config import ContentMode
 from ..endpoint import NUM_TAGS, CanaryLaunchTag, free_tag_name
@@ -23,6 +23,7 @@ from ..launch.launcher import Launcher, launch_endpoints_sweep
 from ..monitors.violation_pairs import violation_pairs
 from ..plan.expected_inputs import ExpectedTokens, KnownTokens
 from ..plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from ..pool_kind import PoolKind, Side
 from ..record import Column, Reason
 from ..reports.violation import tag_name
 from ..slot_event import SlotEventKind

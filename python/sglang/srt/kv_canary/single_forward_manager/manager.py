@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..buffer_group import Side
 from ..endpoint import Part
 from ..errors import CanaryUnseenForwardError
 from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoints_per_forward
 from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.kept_inputs import KeptInputs
 from ..plan.plan_input import ForwardPlan, PlanInput
+from ..pool_kind import Side
 from .beside import BesideLayers
 from .graph_branch import GraphBranch
 from .input_watch import InputWatch

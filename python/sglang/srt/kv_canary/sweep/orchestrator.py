@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import CanaryConfig, ContentMode
 from ..cuda_streams import OnStream, current_stream, keep_until_read
 from ..endpoint import CanaryLaunchTag
@@ -48,6 +48,7 @@ from ..kernels.layout import content_bytes_per_token
 from ..launch.launcher import launch_endpoints_sweep
 from ..plan.anchor import anchor_of
 from ..plan.plan_input import SweepVerifyPlan
+from ..pool_kind import PoolKind, Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter

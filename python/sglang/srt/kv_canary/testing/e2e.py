@@ -7,8 +7,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ..buffer_group import Side
 from ..endpoint import CanaryLaunchTag
+from ..pool_kind import Side
 from ..reports.violation import Violation, render
 from .mode_config import MODES
 from .serving import Asked, CanaryServer, Injection, Serving

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
+from ..pool_kind import PoolKind, Side
 from ..record import RECORD_BYTES
 
 __all__ = ["TransferLayout", "transferred_records"]

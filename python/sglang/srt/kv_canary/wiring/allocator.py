@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..buffer_group import PoolKind
 from ..errors import startup_error
+from ..pool_kind import PoolKind
 from ..slot_event import SlotEventKind
 from .allocator_parts import AllocatorParts
 from .call_site import call_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..buffer_group import PoolKind
+from ..pool_kind import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
 from ..single_forward_manager import LateWork

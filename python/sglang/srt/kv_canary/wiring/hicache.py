@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import PoolKind
 from ..config import ContentMode
 from ..errors import startup_error
 from ..host_tier.host_content import sources_of
 from ..host_tier.host_sweep import HostSweep
 from ..host_tier.host_tier import HostTier
+from ..pool_kind import PoolKind
 from ..pool_patcher.errors import UnsupportedPoolError
 from .context import context
 from .guard import attempt, attempt_aside, guarded

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ..buffer_group import PoolKind
 from ..config import is_asked_for
 from ..plan.speculation import checks_draft
+from ..pool_kind import PoolKind
 from ..pool_patcher.api import record_bytes_per_slot
 from .context import context
 from .hook_spec import HookSpec, HookType

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup
 from ..capacities import MOST_REQUESTS, CanaryLaunchCapacities
 from ..config import CanaryConfig, ContentMode
 from ..endpoint import Part
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
 from ..plan.plan_input import ForwardPlan, PlanInput
 from ..plan.speculation import SpeculationShape
+from ..pool_kind import PoolKind, Side
 from ..pool_patcher.adapters.mha import attach_mha
 from ..pool_patcher.adapters.mla import attach_mla
 from ..pool_patcher.adapters.sub_pool import as_swa

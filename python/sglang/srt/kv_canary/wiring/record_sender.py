@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..buffer_group import PoolKind
 from ..errors import startup_error
 from ..host_code import HOST
+from ..pool_kind import PoolKind
 from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice

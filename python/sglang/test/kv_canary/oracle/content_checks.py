@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.layout import turn_of
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Reason, State
 from sglang_kv_canary.state import TagCounter
 

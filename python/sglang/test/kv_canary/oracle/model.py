@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import Reason, State
 
 from .content import ContentLayout

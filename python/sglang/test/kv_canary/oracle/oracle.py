@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 
 from .forwards import Forward
 from .model import GroupModel

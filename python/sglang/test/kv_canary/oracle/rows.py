@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.kernels.layout import WRITE_TILE
 from sglang_kv_canary.plan.expected_inputs import RowStart
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import UNKNOWN, Reason, State
 
 from .forwards import Forward, Request

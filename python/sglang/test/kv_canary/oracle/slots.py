@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Mode, Reason, State
 
 from .content import ContentLayout, fingerprint

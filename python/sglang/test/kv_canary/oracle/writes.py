@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import UNKNOWN, Reason, State
 from sglang_kv_canary.state import TagCounter
 

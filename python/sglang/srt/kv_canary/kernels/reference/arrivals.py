@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
+from ...pool_kind import Side
 from ...record import Mode, State
 from ...state import CanaryDeviceState, Header
 from . import check, hashing

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, ContentSource, Side
+from ...buffer_group import CanaryBufferGroup, ContentSource
 from ...config import ContentMode
 from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
+from ...pool_kind import Side
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import content_unit, refuse_strided, slots_between_visits, source_key, turn_of

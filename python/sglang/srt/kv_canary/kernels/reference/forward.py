@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, PoolKind, Side
+from ...buffer_group import CanaryBufferGroup
 from ...endpoint import Part
 from ...plan.expected_inputs import ExpectedTokens
 from ...plan.plan_input import ForwardPlan, refuse_trees
+from ...pool_kind import PoolKind, Side
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from . import check, hashing, strided, tree

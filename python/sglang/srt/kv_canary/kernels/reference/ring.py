@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...buffer_group import Side
 from ...endpoint import CanaryLaunchTag
+from ...pool_kind import Side
 from ...record import UNKNOWN, VIOLATION_COLUMNS, Column, Reason
 from ...state import (
     HEADER_WORDS,

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
 from ...endpoint import CanaryLaunchTag
+from ...pool_kind import Side
 from ...record import Mode, Reason, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState, Header

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
 from ...endpoint import CanaryLaunchTag, Part
 from ...plan.plan_input import ForwardPlan
+from ...pool_kind import Side
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import VERIFY_BLOCK, blocks_between_visits, turn_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
+from ...pool_kind import Side
 from ...record import Reason
 from ...state import TagCounter
 from . import check, hashing

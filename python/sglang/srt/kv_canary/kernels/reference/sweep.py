@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
 from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import SweepVerifyPlan
+from ...pool_kind import Side
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from . import check

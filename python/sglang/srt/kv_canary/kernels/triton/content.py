@@ -10,10 +10,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, ContentSource, Side
+from ...buffer_group import CanaryBufferGroup, ContentSource
 from ...config import ContentMode
 from ...page_table import PageTable
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
+from ...pool_kind import Side
 from ...record import SECTOR_BYTES
 from ...state import CanaryDeviceState
 from ..layout import content_unit, refuse_strided, source_key

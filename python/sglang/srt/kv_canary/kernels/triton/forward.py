@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup, PoolKind, Side
+from ...buffer_group import CanaryBufferGroup
 from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan, WritePlan
+from ...pool_kind import PoolKind, Side
 from ...state import CanaryDeviceState
 from ..layout import WRITE_TILE
 from . import strided

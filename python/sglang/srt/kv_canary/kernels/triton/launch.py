@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup, PoolKind, Side
+from ...buffer_group import CanaryBufferGroup
 from ...capacities import MOST_REQUESTS
 from ...endpoint import CanaryLaunchTag, Part
 from ...host_code import HOST
 from ...plan.plan_input import ForwardPlan
+from ...pool_kind import PoolKind, Side
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .jit import INTERPRET

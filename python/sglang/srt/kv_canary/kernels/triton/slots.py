@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
+from ...pool_kind import Side
 from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
 from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan, refuse_trees
+from ...pool_kind import Side
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .device.strided_kernel import strided_kernel

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup
 from ...plan.plan_input import SweepVerifyPlan
+from ...pool_kind import Side
 from ...state import CanaryDeviceState
 from .device.sweep_kernel import list_kernel
 from .kernel_launcher import KernelLauncher

@@ -22,7 +22,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...buffer_group import CanaryBufferGroup, PoolKind
+from ...buffer_group import CanaryBufferGroup
+from ...pool_kind import PoolKind
 from ..attachment import KV_BUF_INFOS, STATE_BUF_INFOS, AttachOptions, PoolAttachment
 from ..content_layout import page_sources
 from ..errors import UnsupportedPoolError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...buffer_group import ContentSource, PoolKind
+from ...buffer_group import ContentSource
+from ...pool_kind import PoolKind
 from ..attachment import AttachOptions, PoolAttachment
 from ..content_layout import row_sources
 from ..errors import UnsupportedPoolError

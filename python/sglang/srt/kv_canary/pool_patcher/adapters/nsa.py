@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...buffer_group import PoolKind
+from ...pool_kind import PoolKind
 from ..attachment import STATE_BUF_INFOS, AttachOptions, PoolAttachment
 from ..errors import UnsupportedPoolError
 from ..group_builder import build_group, splice_halves

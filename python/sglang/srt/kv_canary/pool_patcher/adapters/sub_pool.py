@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...buffer_group import CanaryBufferGroup, PoolKind
+from ...buffer_group import CanaryBufferGroup
+from ...pool_kind import PoolKind
 from ..api import build_attachment
 from ..attachment import AttachOptions, PoolAttachment
 from ..errors import UnsupportedPoolError

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...buffer_group import PoolKind
+from ...pool_kind import PoolKind
 from ..attachment import KV_BUF_INFOS, STATE_BUF_INFOS, AttachOptions, PoolAttachment
 from .sub_pool import as_swa, attach_sub_pool, sliding_window_of
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import ContentSource, PoolKind
+from ...buffer_group import ContentSource
 from ...page_table import PageTable
+from ...pool_kind import PoolKind
 from ..attachment import AttachOptions, PoolAttachment
 from ..content_layout import row_sources
 from ..errors import UnsupportedPoolError

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup, PoolKind
+from ...buffer_group import CanaryBufferGroup
+from ...pool_kind import PoolKind
 from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import LOST, Damage, DamageDesk, DamagedSlot, Reader

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import PoolKind
 from ...errors import startup_error
+from ...pool_kind import PoolKind
 from ...pool_patcher.registry import qualified_name
 from ..context import context
 from ..guard import attempt_aside

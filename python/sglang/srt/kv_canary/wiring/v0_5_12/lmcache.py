@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import PoolKind
 from ...errors import startup_error
 from ...launch.loads import LoadedPrefix, adopt_content
+from ...pool_kind import PoolKind
 from ...runner.step_observer import Observed, StepObserver
 from ..adapters import anchor_of_key
 from ..context import context

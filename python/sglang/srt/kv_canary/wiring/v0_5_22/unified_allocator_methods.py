@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...buffer_group import PoolKind
+from ...pool_kind import PoolKind
 from ..allocator_parts import AllocatorParts
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
