@@ -43,7 +43,7 @@ LABELS = {"model_name": "tiny", "tp_rank": 0, "runner": "target"}
 class MeasuredRig(TreeRig):
     """A TreeRig whose manager exports to a registry of its own."""
 
-    def __init__(self, monkeypatch: Any, **settings: Any) -> None:
+    def __init__(self, monkeypatch: Any, labels: dict[str, Any] = LABELS, **settings: Any) -> None:
         import prometheus_client
 
         monkeypatch.setattr(metrics_module, "PUBLISH_EVERY_S", 0.0)
@@ -53,14 +53,15 @@ class MeasuredRig(TreeRig):
         sweep = SweepOrchestrator(config, groups, sink)
         health = HealthCheck(config, groups, sink, "target", sweep)
         self.registry = prometheus_client.CollectorRegistry()
-        self.families = MetricFamilies(tuple(LABELS), self.registry)
-        exporter = MetricsExporter(groups, LABELS, self.families, health, sweep)
+        self.labels = labels
+        self.families = MetricFamilies(tuple(labels), self.registry)
+        exporter = MetricsExporter(groups, labels, self.families, health, sweep)
         manager.observers += [sweep, health, exporter]
         manager.attach_radix_cache(self.tree)
         self.sweep = sweep
 
     def value(self, name: str, **labels: str) -> float | None:
-        merged = {k: str(v) for k, v in {**LABELS, **labels}.items()}
+        merged = {k: str(v) for k, v in {**self.labels, **labels}.items()}
         return self.registry.get_sample_value(PREFIX + name, merged)
 
 
@@ -227,6 +228,23 @@ def test_labels_are_those_of_sglangs_scheduler() -> None:
         "zone": "b",
     }
     assert metric_labels(server_args, Ranks(tp=1, pp=0, dp=3, moe_ep=0))["dp_rank"] == 3
+
+
+@pytest.mark.parametrize("extra", ["zone", "pool", "reason", "mode", "outcome", "runner"])
+def test_no_extra_label_takes_the_place_of_one_of_ours(extra: str, monkeypatch: Any) -> None:
+    server_args = SimpleNamespace(
+        served_model_name="tiny", disaggregation_mode="null", extra_metric_labels={extra: "b"}
+    )
+    labels = metric_labels(server_args, Ranks(tp=0, pp=0, dp=None, moe_ep=0))
+    assert labels["zone" if extra == "zone" else f"exported_{extra}"] == "b"
+    rig = MeasuredRig(monkeypatch, labels={**labels, "runner": "target"})
+    rig.serve(list(range(100, 130)), range(5))
+    rig.idle(5)
+    rig.pool.v_buffer[0][rig.cached_slots(list(range(100, 130)))[7]] += 1
+    rig.idle(12)
+    assert rig.value("violations_total", reason="CONTENT", launch_tag="SWEEP_V_FULL") > 0
+    assert rig.value("healthy") == 1
+    assert rig.manager.errors.total == 0
 
 
 def test_prometheus_client_is_imported_only_for_metrics() -> None:

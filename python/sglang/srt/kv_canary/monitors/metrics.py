@@ -104,8 +104,15 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
+RUNNER = "runner"
+_OWN_LABELS = {RUNNER, *(label for metric in METRICS for label in metric.labels)}
+
+
 def metric_labels(server_args: Any, ranks: Ranks) -> dict[str, Any]:
-    """The labels of SGLang's scheduler metrics, for the same rank."""
+    """The labels of SGLang's scheduler metrics, for the same rank.
+
+    An extra label by the name of one of ours gets the prefix `exported_`, as Prometheus has it for such a clash.
+    """
     from sglang.srt.disaggregation.utils import DisaggregationMode
 
     labels = {
@@ -117,7 +124,9 @@ def metric_labels(server_args: Any, ranks: Ranks) -> dict[str, Any]:
     }
     if ranks.dp is not None:
         labels["dp_rank"] = ranks.dp
-    return {**labels, **(server_args.extra_metric_labels or {})}
+    for name, value in (server_args.extra_metric_labels or {}).items():
+        labels[f"exported_{name}" if name in _OWN_LABELS else name] = value
+    return labels
 
 
 class MetricFamilies:
@@ -283,6 +292,6 @@ def build_metrics_exporter(
     sweep: SweepOrchestrator | None,
 ) -> MetricsExporter:
     """The exporter of one manager of this process."""
-    labels = {**metric_labels(server_args, ranks), "runner": role}
+    labels = {**metric_labels(server_args, ranks), RUNNER: role}
     families = MetricFamilies.of_process(tuple(labels))
     return MetricsExporter(groups, labels, families, health, sweep)
