@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
 from sglang_kv_canary.wiring import farewell as module
 from sglang_kv_canary.wiring import last_words
@@ -146,7 +148,7 @@ def test_asking_ends_when_the_last_process_has_answered(
 ) -> None:
     said = []
     attending = Farewell(lambda: said.append(1), tmp_path)
-    asking = threading.Thread(target=ask_for_farewell, args=(tmp_path, 60.0))
+    asking = threading.Thread(target=ask_for_farewell, args=([tmp_path], 60.0))
     asking.start()
     deadline = time.monotonic() + 30
     while not said and time.monotonic() < deadline:
@@ -163,7 +165,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for_ever_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / f"{os.getpid()}.pid").touch()
-    ask_for_farewell(tmp_path, 0.05)
+    ask_for_farewell([tmp_path], 0.05)
     assert f"no answer within 0.05 s from the scheduler processes {os.getpid()}," in caplog.text
 
 
@@ -177,7 +179,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_kill(
 
     (tmp_path / f"{os.getpid()}.pid").touch()
     monkeypatch.setattr(Path, "touch", touch)
-    monkeypatch.setitem(context.farewell_folders, os.getpid(), tmp_path)
+    monkeypatch.setitem(context.farewell_folders, os.getpid(), [tmp_path])
     module._before_kill(None)
     assert "cannot ask for findings that wait" in caplog.text
     assert not tmp_path.exists()
@@ -189,7 +191,7 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
         time.sleep(0.01)
     (tmp_path / f"{process.pid}.pid").touch()
     began = time.monotonic()
-    ask_for_farewell(tmp_path, 60.0)
+    ask_for_farewell([tmp_path], 60.0)
     process.wait()
     assert time.monotonic() - began < 60
 
@@ -197,9 +199,9 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
 def test_only_the_process_that_started_the_server_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(context.farewell_folders, os.getppid(), tmp_path)
+    monkeypatch.setitem(context.farewell_folders, os.getppid(), [tmp_path])
     module._before_kill(os.getpid(), include_parent=True)
-    monkeypatch.setitem(context.farewell_folders, os.getpid(), tmp_path)
+    monkeypatch.setitem(context.farewell_folders, os.getpid(), [tmp_path])
     module._before_kill(parent_pid=os.getppid())  # another tree
     assert not (tmp_path / module._NOTE).exists()
     module._before_kill(os.getpid(), include_parent=False)
@@ -212,7 +214,7 @@ def test_last_words_are_said_once_and_only_where_the_own_tree_is_killed(
     with monkeypatch.context() as patch:
         patch.setenv(LAST_WORDS_ENV, "")  # restored at the end, as callers of Engine may do
         last_words._before_launch(None, SimpleNamespace(kv_canary="raise"))
-    path = context.last_words[os.getpid()]
+    (path,) = context.last_words[os.getpid()]
     path.write_text("the violation")
     last_words._before_kill(os.getppid())  # another tree
     assert capsys.readouterr().err == ""
@@ -220,6 +222,35 @@ def test_last_words_are_said_once_and_only_where_the_own_tree_is_killed(
         last_words._before_kill(os.getpid(), include_parent=False)
     assert capsys.readouterr().err.count("the violation") == 1
     assert not path.exists()
+
+
+def test_the_end_of_one_engine_hears_all_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Engine.shutdown` kills the children of its process, whichever engine launched them."""
+    said: list[int] = []
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setenv(LAST_WORDS_ENV, "")
+            patch.setenv(module.FOLDER_ENV, "")
+            for part in (last_words, module):
+                part._before_launch(None, SimpleNamespace(kv_canary="raise"))
+    folders = context.farewell_folders[os.getpid()]
+    schedulers = [Farewell(partial(said.append, n), folder) for n, folder in enumerate(folders)]
+    context.last_words[os.getpid()][0].write_text("the first engine's violation")
+    asking = threading.Thread(target=module._before_kill, args=(None,))
+    asking.start()
+    deadline = time.monotonic() + 30
+    while asking.is_alive() and time.monotonic() < deadline:
+        for scheduler in schedulers:
+            scheduler.attend()
+    asking.join(30)
+    last_words._before_kill(None)
+    assert sorted(said) == [0, 1]
+    assert "the first engine's violation" in capsys.readouterr().err
+    with pytest.raises(CanaryViolationError, match="the first engine's violation"):
+        last_words._after_shutdown(None, None)
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_server_that_does_not_raise_has_no_last_words() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from sglang.srt.utils.auth import add_api_key_middleware
@@ -122,11 +123,21 @@ def test_an_application_without_the_middleware_is_closed_too(tmp_path: Path) -> 
         assert TestClient(app).get("/kv_canary/slot/5", headers=ADMIN).status_code == 200
 
 
+def test_the_host_header_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older releases of Starlette make the URL's path of it, and SGLang lets /health pass."""
+    app = FastAPI()
+    add_routes(app, KEY, QuestionWindow(tmp_path))
+    monkeypatch.setattr(Request, "url", SimpleNamespace(path="/health"))
+    assert TestClient(app).get("/kv_canary/slot/5").status_code == 401
+    with answering(tmp_path):
+        assert TestClient(app).get("/kv_canary/slot/5", headers=ADMIN).status_code == 200
+
+
 def launched(monkeypatch: pytest.MonkeyPatch, folder: Path, **server_args: Any) -> TestClient:
     """What a launch leaves in SGLang's application."""
     module = SimpleNamespace(app=FastAPI())
     monkeypatch.setitem(sys.modules, live_questions._HTTP_SERVER, module)
-    monkeypatch.setitem(context.farewell_folders, os.getpid(), folder)
+    monkeypatch.setitem(context.farewell_folders, os.getpid(), [folder])
     live_questions._after_launch(None, None, SimpleNamespace(**server_args))
     return TestClient(module.app)
 

@@ -48,8 +48,9 @@ class CanaryContext:
     pool_share: str = ""  # what the canary took from the target's pool; "" until it is sized
 
     # Main process, by pid: a forked child has no entry. Callers of `Engine` may restore the environment.
-    farewell_folders: dict[int, Path] = field(default_factory=dict)
-    last_words: dict[int, Path] = field(default_factory=dict)
+    # A list, because a process may have several engines, and the end of one kills the processes of all.
+    farewell_folders: dict[int, list[Path]] = field(default_factory=dict)
+    last_words: dict[int, list[Path]] = field(default_factory=dict)
     of_command_line: Any = None  # the ServerArgs that the command line has given; None: a program's
     said_at_the_end: str = ""  # last words of an engine that is being shut down
     is_exiting: bool = False  # the interpreter

@@ -18,7 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,36 +44,37 @@ def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> 
     if not is_asked_for(server_args):
         return
     os.environ[FOLDER_ENV] = tempfile.mkdtemp(prefix="kv_canary_farewell_")
-    context.farewell_folders[os.getpid()] = Path(os.environ[FOLDER_ENV])
+    context.farewell_folders.setdefault(os.getpid(), []).append(Path(os.environ[FOLDER_ENV]))
 
 
 def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
     """Before SGLang's `kill_process_tree`. Its own process and None mean this process and its children."""
     if parent_pid not in (None, os.getpid()):
         return
-    folder = context.farewell_folders.pop(os.getpid(), None)
-    if folder is None:
+    folders = context.farewell_folders.pop(os.getpid(), [])
+    if not folders:
         return
     os.environ.pop(FOLDER_ENV, None)
     try:
-        ask_for_farewell(folder, WAIT_S)
+        ask_for_farewell(folders, WAIT_S)
     except Exception as error:  # nothing here may stop the kill
         logger.error(
             "kv-canary cannot ask for findings that wait, so they are not named: %s", error
         )
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def ask_for_farewell(folder: Path, wait_s: float) -> None:
-    """Ask the scheduler processes in `folder` to name waiting findings. Wait until all have, at most `wait_s`.
+def ask_for_farewell(folders: Sequence[Path], wait_s: float) -> None:
+    """Ask the scheduler processes in `folders` to name waiting findings. Wait until all have, at most `wait_s`.
 
     Who has not answered by then is logged.
     """
-    if not folder.is_dir():
-        return
-    (folder / _NOTE).touch()
+    asked = [folder for folder in folders if folder.is_dir()]
+    for folder in asked:
+        (folder / _NOTE).touch()
     deadline = time.monotonic() + wait_s
-    while silent := [path.stem for path in folder.glob("*.pid") if _is_running(path)]:
+    while silent := [p.stem for f in asked for p in f.glob("*.pid") if _is_running(p)]:
         if time.monotonic() >= deadline:
             logger.warning(
                 "kv-canary: no answer within %g s from the scheduler processes %s, so findings that wait there are not "

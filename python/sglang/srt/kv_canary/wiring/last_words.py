@@ -28,7 +28,7 @@ def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> 
     handle, path = tempfile.mkstemp(prefix="kv_canary_last_words_", suffix=".txt")
     os.close(handle)
     os.environ[LAST_WORDS_ENV] = path
-    context.last_words[os.getpid()] = Path(path)
+    context.last_words.setdefault(os.getpid(), []).append(Path(path))
     atexit.register(_note_exit)  # after Engine.shutdown was, so it is called before it
 
 
@@ -36,18 +36,24 @@ def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
     """Before SGLang's `kill_process_tree`. Its own process and None mean this process and its children."""
     if parent_pid not in (None, os.getpid()):
         return
-    path = context.last_words.pop(os.getpid(), None)
-    if path is None:
+    paths = context.last_words.pop(os.getpid(), [])
+    if not paths:
         return
     os.environ.pop(LAST_WORDS_ENV, None)
-    text = ""
-    with suppress(OSError):  # nothing here may stop the kill
-        text = path.read_text(errors="replace")
-        path.unlink()
+    text = "".join(map(_taken, paths))
     if text:
         sys.stderr.write(f"\n{text}")
         sys.stderr.flush()
         context.said_at_the_end = text
+
+
+def _taken(path: Path) -> str:
+    """The words in `path`, which is removed."""
+    text = ""
+    with suppress(OSError):  # nothing here may stop the kill
+        text = path.read_text(errors="replace")
+        path.unlink()
+    return text
 
 
 def _note_exit() -> None:

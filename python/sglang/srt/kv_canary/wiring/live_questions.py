@@ -108,7 +108,9 @@ def add_routes(app: Any, admin_api_key: str, window: QuestionWindow) -> None:
     def is_admin(request: Request) -> bool:
         return decide_request_auth(
             method=request.method,
-            path=request.url.path,
+            path=request.scope[
+                "path"
+            ],  # older Starlettes make the URL's of the client's Host header
             authorization_header=request.headers.get("Authorization"),
             api_key=None,
             admin_api_key=admin_api_key,
@@ -166,11 +168,11 @@ def _after_launch(result: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER Engine._launch_subprocesses. SGLang's HTTP server is about to start if its module is loaded."""
     server_args = kwargs.get("server_args") or args[1]
     key, module = getattr(server_args, "admin_api_key", None), sys.modules.get(_HTTP_SERVER)
-    folder = context.farewell_folders.get(os.getpid())
-    if not key or module is None or folder is None or not is_asked_for(server_args):
+    folders = context.farewell_folders.get(os.getpid())
+    if not key or module is None or not folders or not is_asked_for(server_args):
         return
     try:
-        add_routes(module.app, key, QuestionWindow(folder))
+        add_routes(module.app, key, QuestionWindow(folders[-1]))  # of the engine just launched
     except Exception as error:  # what protects the server works without the routes
         logger.error("kv-canary answers no live questions: %s", describe_error(error))
 
