@@ -106,11 +106,10 @@ def add_routes(app: Any, admin_api_key: str, window: QuestionWindow) -> None:
     register_url_convertor("kv_canary_text", AnyText())
 
     def is_admin(request: Request) -> bool:
+        # The path of the scope: older releases of Starlette make that of the URL of the client's Host header.
         return decide_request_auth(
             method=request.method,
-            path=request.scope[
-                "path"
-            ],  # older Starlettes make the URL's of the client's Host header
+            path=request.scope["path"],
             authorization_header=request.headers.get("Authorization"),
             api_key=None,
             admin_api_key=admin_api_key,
