@@ -74,6 +74,25 @@ def test_an_event_after_a_torn_one_gets_a_line_of_its_own(
     assert [json.loads(line)["event"] for line in lines] == ["whole", "another"]
 
 
+def test_a_torn_event_of_another_rank_costs_no_event_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both append to one file, as with SGLANG_KV_CANARY_EVENT_FILE."""
+    path = tmp_path / "events.jsonl"
+    other, sink = EventSink(str(path), 1), EventSink(str(path), 0)
+    write = os.write
+    other.emit({"event": "other"})
+    sink.emit({"event": "first"})
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+    other.emit({"event": "torn"})
+    monkeypatch.undo()
+    for name in ("whole", "another"):
+        sink.emit({"event": name})
+    first, second, _, *lines = path.read_text().splitlines()
+    kinds = [json.loads(line)["event"] for line in (first, second, *lines)]
+    assert kinds == ["other", "first", "whole", "another"]
+
+
 def test_only_the_owner_may_read_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     before = os.umask(0)

@@ -33,6 +33,7 @@ class EventFile:
         self._is_locked = is_locked
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._fd, self._is_torn = self._open()
+        self._end = self.size  # where the last line of this process ended
         self._next_look = time.monotonic() + LOOK_EVERY_S
         self._complaints = Complaints()
         self.lost = 0  # lines
@@ -53,12 +54,16 @@ class EventFile:
         if self._is_deleted:
             self._lose(f"its event file was deleted, and {self.path} cannot be created")
             return
+        size = self.size
+        if size != self._end:  # another process has written since, perhaps to a disk that was full
+            self._is_torn = _ends_within_a_line(self.path)
         error = "only a part of the event was written"
         data = ("\n" + line if self._is_torn else line).encode()
         try:
             written = os.write(self._fd, data)
         except OSError as raised:
             written, error = 0, str(raised)
+        self._end = size + written
         if written == len(data):
             self._is_torn = False
             return
@@ -84,6 +89,7 @@ class EventFile:
             return
         os.close(self._fd)
         self._fd, self._is_torn = fd, is_torn
+        self._end = self.size
 
     def complain(self, problem: str) -> None:
         """Log `problem`, unless another was logged within the last minute."""
