@@ -10,10 +10,12 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.wiring import paused as module
+from sglang_kv_canary.wiring import scheduler as scheduler_hooks
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.paused import attend_while_paused
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
-register_cpu_ci(est_time=1, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
 
 
 class Scheduler:
@@ -90,6 +92,28 @@ def test_a_server_whose_canary_is_off_is_left_alone(monkeypatch: pytest.MonkeyPa
     scheduler = Scheduler()
     attend_while_paused(scheduler, lambda: None)
     assert "process_input_requests" not in vars(scheduler)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_what_is_found_after_the_last_result_is_reported_during_the_pause(
+    monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    """The fake: the result was taken up before its findings had come, which a CPU never does."""
+    rig = ManagerRig()
+    monkeypatch.setattr(type(context), "active", True)
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    monkeypatch.setattr(module, "PERIOD_S", 0.0)
+    rig.extend(1, range(20))
+    rig.settle()
+    if is_damaged:
+        rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    rig.recorder.result_arrived(rig.decode([1]))
+    scheduler = Scheduler()
+    scheduler.process_input_requests(["pause"])
+    scheduler_hooks._after_pause(None, scheduler)
+    assert rig.reported == []
+    scheduler.process_input_requests([])
+    assert bool(rig.reported) == is_damaged
 
 
 def _wrapped(scheduler: Scheduler) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """A scheduler that is paused: `/pause_generation` in mode `in_place` or `retract`.
 
 Until `/continue_generation` its loop has neither steps nor idle ticks. It takes up messages only. So that call attends
-to what others ask of the process, for as long as the pause lasts. No other step pays for it.
+to what was found late and to what others ask of the process, as long as the pause lasts. No other step pays for it.
 """
 
 from __future__ import annotations

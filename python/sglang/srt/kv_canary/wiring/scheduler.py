@@ -91,10 +91,15 @@ def _around_process_result(
     if context.sends_kv and _rests():
         attempt_aside(_answer, False)  # nobody asks, as a rule
         return returned
-    for manager in context.managers:
-        manager.drain()
+    _drain()
     attempt_aside(_attend, False)
     return returned
+
+
+def _drain() -> None:
+    """Take up what has been found. Raises what ends the server in mode raise."""
+    for manager in context.managers:
+        manager.drain()
 
 
 def _rests() -> bool:
@@ -173,7 +178,13 @@ def _answer(idle: bool) -> None:
 
 @guarded_aside
 def _after_pause(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
-    attend_while_paused(scheduler, lambda: attempt_aside(_attend, True))
+    attend_while_paused(scheduler, _attend_to_pause)
+
+
+def _attend_to_pause() -> None:
+    # The last result may have been taken up just before its findings came
+    _drain()
+    attempt_aside(_attend, True)
 
 
 def around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
