@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -40,8 +41,15 @@ def _text(path: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def _page(path: Path, out: Path) -> str:
-    assert main([str(path), "-o", str(out)]) == 0
+def _page(path: Path, out: Path, draws: bool = False) -> str:
+    """The page. Without `draws` its plots are empty: they take most of its time."""
+    from sglang_kv_canary.analysis import plots  # imports matplotlib
+
+    def empty(name: str, title: str, about: str, *_: Any) -> plots.Plot:
+        return plots.Plot(name, title, about.strip(), dict.fromkeys(plots.WIDTHS, "<svg></svg>"))
+
+    with patch.object(plots, "_plot", plots._plot if draws else empty):
+        assert main([str(path), "-o", str(out)]) == 0
     page = out.read_text()
     checked = _Checked()
     checked.feed(page)
@@ -102,7 +110,7 @@ def test_the_text_tells_what_happened(folder: Path, capsys) -> None:
 
 
 def test_the_page_tells_the_same(folder: Path, tmp_path: Path) -> None:
-    page = _page(folder, tmp_path / "page.html")
+    page = _page(folder, tmp_path / "page.html", draws=True)
     assert "2 causes" in page
     assert "NEVER_WRITTEN on tp0 #1, tp1 #1" in page
     assert f"at position {POSITION} reads slot {SLOT}" in page
@@ -115,7 +123,7 @@ def test_the_page_tells_the_same(folder: Path, tmp_path: Path) -> None:
 
 
 def test_marks_of_the_plots_lead_to_their_causes(folder: Path, tmp_path: Path) -> None:
-    page = _page(folder, tmp_path / "page.html")
+    page = _page(folder, tmp_path / "page.html", draws=True)
     for number in (1, 2):
         assert page.count(f'href="#cause-{number}"') >= 4  # in two plots, wide and narrow
 
@@ -123,7 +131,7 @@ def test_marks_of_the_plots_lead_to_their_causes(folder: Path, tmp_path: Path) -
 def test_without_violations_it_says_so(tmp_path: Path, capsys) -> None:
     file = write_events(tmp_path / "events.jsonl", [active(0)])
     assert _text(file, capsys).startswith("no violation in 1 process\n")
-    page = _page(file, tmp_path / "page.html")
+    page = _page(file, tmp_path / "page.html", draws=True)
     assert "no violation in 1 process" in page
     assert "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS" in page
 
@@ -516,7 +524,7 @@ def test_text_from_strangers_is_neither_run_nor_printed_raw(
     folder: Path, tmp_path: Path, capsys
 ) -> None:
     _hostile(folder)
-    page = _page(folder, tmp_path / "page.html")
+    page = _page(folder, tmp_path / "page.html", draws=True)
     shown = _text(folder, capsys)
     assert "&lt;script&gt;alert(" in page
     assert re.search(r"<text[^>]*>tp0 pid &lt;", page)  # a label of a plot
@@ -537,7 +545,7 @@ def test_damaged_and_truncated_files_are_read_as_far_as_they_go(
     assert "2 causes" in shown
     assert "3 lines could not be read" in shown
     assert "events.tp1.jsonl:1: not JSON" in shown
-    page = _page(folder, tmp_path / "page.html")
+    page = _page(folder, tmp_path / "page.html", draws=True)
     assert "This report may be incomplete" in page
     assert "3 lines could not be read" in page
 
@@ -635,7 +643,7 @@ def test_names_of_later_versions_break_nothing_and_are_not_printed_raw(
         lines = [json.dumps(e) for e in events if field != "tag" or e["event"] != "cause"]
         file.write_text("\n".join(lines) + "\n")
     shown = _text(folder, capsys)
-    page = _page(folder, tmp_path / "page.html")
+    page = _page(folder, tmp_path / "page.html", draws=True)
     for text in (shown, page):
         assert "\x1b" not in text
         assert "\u202e" not in text
@@ -663,7 +671,7 @@ def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
                         "slot": 37 * cause % 9973,
                     }
                     file.write(json.dumps(event) + "\n")
-    page = _page(folder, tmp_path / "page.html")
+    page = _page(folder, tmp_path / "page.html", draws=True)
     assert (tmp_path / "page.html").stat().st_size < 3 << 20
     assert f"{10 * causes} findings" in page
     assert f"1000 of {causes - 200} further causes" in page
