@@ -16,11 +16,12 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.fill_ins import COMPILED, compiled_on_torch_native
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary_rigs.on_releases import by_default_on_newer_releases
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_COMPILE_REQUESTS", "40"))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_COMPILE_REQUESTS", volume(20, 40)))
 DECODE = {"mode": "DECODE"}
 # Newer releases have one list for each phase.
 SIZES = next(
@@ -42,7 +43,7 @@ class TestTorchCompile(CanaryE2EBase):
         SIZES: [4],  # each takes up to a minute to compile
         "torch_compile_max_bs": 4,
     }
-    env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20", "TORCHDYNAMO_DISABLE": "0"}
+    env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
     plugins: ClassVar = () if torch.cuda.is_available() else (compiled_on_torch_native,)
 
     def test_clean_requests_raise_no_alarm(self) -> None:

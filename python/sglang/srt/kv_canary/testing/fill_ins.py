@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -295,6 +296,7 @@ def _copy_tokens(
 # torch.compile: SGLang's graph runner for CPUs asks its AMX backend for graphs, and knows operators of sgl_kernel.
 
 COMPILED = "fill-in: compiled a graph of the model"  # said on stderr for each
+NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 
 
 def compiled_on_torch_native() -> None:
@@ -311,8 +313,17 @@ def compiled_on_torch_native() -> None:
     backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     backend.forward_decode = torch.compiler.disable(backend.forward_decode)
     cpu_graph_runner.register_fake_ops = lambda *_: None
-    compile = torch.compile
-    torch.compile = lambda model=None, **named: compile(model, **{**named, "backend": _traced})
+    torch._dynamo.config.disable = False  # whoever imports all of SGLang may have turned it off
+    torch.compile = partial(_compile_model, torch.compile)
+
+
+def _compile_model(compile: Callable[..., Any], model: Any = None, **named: Any) -> Any:
+    before = os.environ.get(NO_DYNAMO, "0")
+    os.environ[NO_DYNAMO] = "0"
+    try:
+        return compile(model, **{**named, "backend": _traced})
+    finally:
+        os.environ[NO_DYNAMO] = before
 
 
 def _traced(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
