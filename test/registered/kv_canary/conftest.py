@@ -205,6 +205,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if str(collection_path).endswith(ON_NEWER_RELEASES) else True
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """SGLang is imported once for all test processes and for all servers."""
+    if not torch.cuda.is_available():
+        import forked_workers
+
+        forked_workers.install()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Without garbage collection: imports free next to nothing. What they leave is passed over from then on."""

@@ -18,7 +18,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.warm import WarmProcess, WarmProcesses, shared
-from sglang_kv_canary_rigs.warm.host import reads_the_same
+from sglang_kv_canary_rigs.warm.host import HAS_HOSTS, reads_the_same
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
@@ -62,6 +62,17 @@ def test_surroundings_are_those_of_a_fresh_process(tmp_path: Path) -> None:
     # A fresh interpreter's "" for -c is the folder that it started in.
     expected["path"] = [path or expected["folder"] for path in expected["path"]]
     assert found == expected
+
+
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" not in os.environ, reason="lifted by more test processes than one"
+)
+def test_a_test_process_has_been_forked_together_with_its_host() -> None:
+    (connection, host) = sys.modules["__main__"].OWN_HOST
+    assert psutil.Process(host).ppid() == os.getpid()
+    assert HAS_HOSTS in psutil.Process(host).cmdline()
+    assert connection is shared()._hosts[0]._connection
+    assert "sglang.srt.managers.scheduler" in sys.modules
 
 
 def test_no_plugin_is_loaded_yet() -> None:

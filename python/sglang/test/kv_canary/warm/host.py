@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import setproctitle
 
-__all__ = ["Order", "ask", "become_subreaper", "hello", "reads_the_same"]
+__all__ = ["HAS_HOSTS", "Order", "ask", "become_subreaper", "hello", "reads_the_same"]
 
 IMPORTED = (
     "sglang.launch_server",
@@ -91,7 +91,10 @@ FOLDERS = {
 }  # read once more by `_settle_in`, or by nobody that matters
 # Read whenever plugins are loaded. Imports load those of platforms only, and there are none.
 PLUGINS = {"SGLANG_PLUGINS"}
+# Attention on GPUs sets up the compiler's log by it.
+OF_GPUS = {"SGLANG_ENABLE_TORCH_COMPILE"}
 MOST_BYTES, MOST_FDS = 1 << 20, 64
+HAS_HOSTS = "--has-hosts"  # of a process that is no host itself: its children have hosts
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -104,6 +107,7 @@ class Order:
     folder: str
     fds: list[int]
     launches: bool = True  # processes of its own, by `spawn`
+    has_host: bool = False  # forked for it from this process, see `OWN_HOST`
 
 
 # Both sides of the socket
@@ -218,10 +222,14 @@ def _import_everything() -> tuple[dict[str, str | None], dict[str, str]]:
         gc.enable()
         os.environ.__class__ = plain
     changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
-    return {name: os.environ.get(name) for name in _Watched.names - FOLDERS - PLUGINS}, changed
+    unseen = FOLDERS | PLUGINS | OF_GPUS
+    return {name: os.environ.get(name) for name in _Watched.names - unseen}, changed
 
 
 # Host and helpers
+
+# In a child whose order says so: the socket and the pid of a host that nobody else uses.
+OWN_HOST: tuple[socket.socket, int] | None = None
 
 
 class _Warm:
@@ -230,9 +238,10 @@ class _Warm:
     read: dict[str, str | None]
     changed: dict[str, str]
     parsed: list[str]
+    savings: Callable[[], None]
 
 
-def _main(descriptor: int) -> None:
+def _main(descriptor: int, has_hosts: bool) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     setproctitle.getproctitle()  # it looks for its memory beside an environment that nobody has changed yet
@@ -241,10 +250,24 @@ def _main(descriptor: int) -> None:
     sys.path.pop(0)
     _Warm.read, _Warm.changed = _import_everything()
     _Warm.parsed = sorted(_Watched.names - _Watched.as_strings)
+    _Warm.savings = savings.install
     tempfile.tempdir = None
-    savings.install()
+    if has_hosts:
+        gc.collect()
+        gc.freeze()
+        _say_hello_and_serve(connection)
+    else:
+        _be_host(connection)
+
+
+def _be_host(connection: socket.socket) -> None:
+    _Warm.savings()
     gc.collect()
     gc.freeze()  # else each child's first collection copies all pages
+    _say_hello_and_serve(connection)
+
+
+def _say_hello_and_serve(connection: socket.socket) -> None:
     if len(os.listdir("/proc/self/task")) > 1:
         return  # a fork would lose the other threads
     said = {"read": _Warm.read, "changed": _Warm.changed, "parsed": _Warm.parsed}
@@ -262,11 +285,29 @@ def _serve(connection: socket.socket) -> None:
         pid = _fork_for_asker()
         if pid == 0:
             connection.close()
+            if order.has_host and not _fork_host(fds):
+                return None
             _settle_in(order, fds)
             return _run(order)
         for fd in fds:
             os.close(fd)
         connection.send(str(pid).encode())
+
+
+def _fork_host(fds: Sequence[int]) -> bool:
+    """True in this process; False in what its host has forked, when it is done."""
+    global OWN_HOST
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for fd in fds:
+            os.close(fd)
+        ours.close()
+        _be_host(theirs)
+        return False
+    theirs.close()
+    OWN_HOST = ours, pid
+    return True
 
 
 def _fork_for_asker() -> int:
@@ -360,4 +401,4 @@ def _forking_for_spawn(
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(int(sys.argv[1]), has_hosts=sys.argv[2:] == [HAS_HOSTS])

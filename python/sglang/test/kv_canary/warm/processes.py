@@ -35,7 +35,7 @@ READ_BY_LIBRARIES = (
 )
 POLL_S = 0.01
 # Without a GPU kernels run interpreted or not at all, and nothing but `--enable-torch-compile` needs a compiler. So all
-# processes have it, and come from one host. Those that compile say "0".
+# processes have it, and come from one host. The fill-in for that flag turns the compiler on again.
 INTERPRETED = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -80,24 +80,41 @@ class WarmProcess:
 class _Host:
     """One host process, with the values of the variables that its imports have read."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        connection: socket.socket,
+        process: subprocess.Popen | WarmProcess,
+    ) -> None:
+        self._process, self._connection, self._env = process, connection, dict(env)
+        said = protocol.hello(connection)
+        self.can_fork = bool(said)
+        self._read: dict[str, str | None] = said.get("read", {})
+        self._changed: dict[str, str] = said.get("changed", {})
+        self._parsed: list[str] = said.get("parsed", [])
+
+    @classmethod
+    def start(cls, env: Mapping[str, str]) -> _Host:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-W", "ignore", protocol.__file__, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=env,
                 pass_fds=[theirs.fileno()],
             )
-        self._connection = ours
-        self._env = dict(env)
-        said = protocol.hello(ours)
-        self.can_fork = bool(said)
-        self._read: dict[str, str | None] = said.get("read", {})
-        self._changed: dict[str, str] = said.get("changed", {})
-        self._parsed: list[str] = said.get("parsed", [])
+        return cls(env, ours, process)
+
+    @classmethod
+    def own(cls) -> _Host | None:
+        """The one that this process was forked with, see `workers.py`."""
+        found = getattr(sys.modules["__main__"], "OWN_HOST", None)
+        if found is None:
+            return None
+        connection, pid = found
+        return cls({**INTERPRETED, **os.environ}, connection, WarmProcess(pid, []))
 
     @property
     def alive(self) -> bool:
@@ -109,7 +126,7 @@ class _Host:
         now = {**self._changed, **env}
         return same_libraries and protocol.reads_the_same(self._read, now, self._parsed)
 
-    def start(self, order: Order, fds: Sequence[int]) -> WarmProcess:
+    def fork(self, order: Order, fds: Sequence[int]) -> WarmProcess:
         return WarmProcess(protocol.ask(self._connection, order, fds), order.argv)
 
     def close(self) -> None:
@@ -120,8 +137,8 @@ class _Host:
 class WarmProcesses:
     """The hosts of one process: one for each environment that imports tell apart. A context manager."""
 
-    def __init__(self) -> None:
-        self._hosts: list[_Host] = []
+    def __init__(self, host: _Host | None = None) -> None:
+        self._hosts: list[_Host] = [] if host is None else [host]
 
     def __enter__(self) -> WarmProcesses:
         protocol.become_subreaper()
@@ -140,7 +157,7 @@ class WarmProcesses:
         if host is None:
             return subprocess.Popen(args, stdout=stdout, stderr=stderr, env=env)
         order = Order(_after_options(args), env, os.getcwd(), [1, 2])
-        return host.start(order, [stdout.fileno(), stderr.fileno()])
+        return host.fork(order, [stdout.fileno(), stderr.fileno()])
 
     def run_snippet(
         self,
@@ -162,7 +179,7 @@ class WarmProcesses:
             command = [sys.executable, "-W", "ignore", "-c", code, *argv]
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
         order = Order(["-c", code, *argv], environment, os.getcwd(), [1, 2], False)
-        return host.start(order, [stdout.fileno(), stderr.fileno()])
+        return host.fork(order, [stdout.fileno(), stderr.fileno()])
 
     def _host_for(self, env: Mapping[str, str]) -> _Host | None:
         """None where a process with `env` must be a fresh one."""
@@ -171,7 +188,7 @@ class WarmProcesses:
                 return host if host.can_fork else None
         own = FOLDERS | {"PYTHONPATH"}
         ours = {name: os.environ[name] for name in own if name in os.environ}
-        host = _Host({**{k: v for k, v in env.items() if k not in own}, **ours})
+        host = _Host.start({**{k: v for k, v in env.items() if k not in own}, **ours})
         self._hosts.append(host)
         return host if host.can_fork else None
 
@@ -188,6 +205,6 @@ def shared() -> WarmProcesses:
     """Those of this process, until its end."""
     # Imports read it, and servers get it from the harness: all others have the same.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache_dir())
-    warm = WarmProcesses()
+    warm = WarmProcesses(_Host.own())
     atexit.register(warm.__exit__)
     return warm.__enter__()
