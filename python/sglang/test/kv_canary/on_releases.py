@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from .volume import FULL_VOLUME
 __all__ = [
     "LONG",
     "by_default_on_newer_releases",
+    "fewer_on_newer_releases",
     "from_0_5_22",
     "is_from_0_5_22",
     "long_on_newer_releases",
@@ -25,6 +28,13 @@ long_on_newer_releases = pytest.mark.skipif(
     release().has_own_canary and os.environ.get(LONG) != "1",
     reason=f"`.ci/run` runs it on the first release; lifted by {LONG}=1",
 )
+
+
+def fewer_on_newer_releases(every: Sequence[Any], few: Sequence[Any]) -> Sequence[Any]:
+    """Parameters of a test: `few` of them where the first release runs `every` one."""
+    return few if release().has_own_canary and os.environ.get(LONG) != "1" else every
+
+
 # The same the other way round.
 by_default_on_newer_releases = pytest.mark.skipif(
     not release().has_own_canary and not FULL_VOLUME,

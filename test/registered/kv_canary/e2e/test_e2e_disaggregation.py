@@ -137,6 +137,7 @@ class TestRetraction(CleanPair):
         assert self.history_before(event)[-1]["purpose"] == "arrival"
 
 
+@long_on_newer_releases
 class TestDecodeRadixCache(OverAPrefixCache, CleanPair):
     transport: ClassVar = CachingServing
     plugins: ClassVar = (transit_faults,)

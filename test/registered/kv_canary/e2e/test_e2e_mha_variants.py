@@ -13,6 +13,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
@@ -59,6 +60,7 @@ class Variant(CanaryE2EBase):
         self.assert_all_explained(done)
 
 
+@long_on_newer_releases
 class TestPage16MixedChunk(Variant):
     flags: ClassVar = {**LOG_ALL, "page_size": consts.PAGE_SIZE, "enable_mixed_chunk": True}
     # SGLang's page allocator is a Triton kernel.
@@ -75,6 +77,7 @@ class TestPage16MixedChunk(Variant):
         assert slots <= set(done["slots"])
 
 
+@long_on_newer_releases
 class TestMixedChunkOverlap(Variant):
     flags: ClassVar = {**LOG_ALL, "enable_mixed_chunk": True}
 

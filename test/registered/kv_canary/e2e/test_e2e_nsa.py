@@ -55,6 +55,7 @@ MODES["nsa_fp8"] = replace(
 )
 
 
+@long_on_newer_releases
 class TestNSARaise(CanaryE2EBase):
     """SGLang's defaults: overlap scheduling, chunked prefill, radix cache, decode graphs."""
 
@@ -80,6 +81,7 @@ class TestNSARaise(CanaryE2EBase):
             assert counters[tag]["content_checked"] > 1000, tag
 
 
+@long_on_newer_releases
 class TestNSAFaults(FaultCases):
     """Without overlap."""
 

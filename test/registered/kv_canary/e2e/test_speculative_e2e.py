@@ -155,6 +155,7 @@ class TestDraftWindowOfItsBackend(EagleFaults):
         self.assert_clean()
 
 
+@long_on_newer_releases
 class TestStandalone(DraftsWithAWholeModel, EagleFaults):
     """A whole model that drafts. Its prefix cache keeps the last slot of each prompt, too."""
 

@@ -13,6 +13,7 @@ from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.fault_cases import Case, tags
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_swa_serving import EagleSwaE2EBase, FrozenKvE2EBase
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, VERIFY, EagleFaults, flips
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
@@ -43,6 +44,7 @@ FROZEN_CASES = [
 ]
 
 
+@long_on_newer_releases
 class TestEagleSwaV2(EagleSwaE2EBase, EagleFaults):
     speculation: ClassVar = V2
     # From 12 tokens on, it passes the window and, with 8 tokens to go, the prefix that PAST_WINDOW asks for.
