@@ -63,7 +63,7 @@ WINDOW = "2 of 2 (the window is sent with the last one)"
 class Pair(ServesPair, CanaryE2EBase):
     flags: ClassVar = SWEPT
     env: ClassVar = HEALTH
-    requests: ClassVar[int] = volume(20, 40)
+    requests: ClassVar[int] = volume(12, 40)
 
     def damage_bytes_later(self, half: str) -> None:
         """A decode finds bytes that change after they have arrived."""
@@ -257,7 +257,7 @@ class OneSided(Pair):
     says: ClassVar[str]
 
     def test_clean_run(self) -> None:
-        self.serve(TrafficShape(12, seed=5, flushes=1, name="clean"))
+        self.serve(TrafficShape(volume(8, 12), seed=5, flushes=1, name="clean"))
         self.assert_no_violations()
         assert self.serving.stderr.count(self.says) == 1
 

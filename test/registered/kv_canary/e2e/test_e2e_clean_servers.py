@@ -30,6 +30,7 @@ from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.choices_grammar import choices_grammar
 from sglang_kv_canary_rigs.feature_serving import MANY, CleanServer, together
 from sglang_kv_canary_rigs.tiny_lora import write_lora
+from sglang_kv_canary_rigs.volume import volume
 
 WITH_BEAMS = pytest.mark.skipif(
     find_spec("sglang.srt.beam_search") is None,
@@ -183,8 +184,10 @@ def many_in_one_prefill(s: CleanServer) -> None:
 
 
 def mixed_traffic(s: CleanServer) -> None:
-    report = s.serve(TrafficShape(40, seed=31, flushes=1, name="mixed", abort_share=0.1))
-    assert (report.requests, report.flushes) == (40, 1)
+    report = s.serve(
+        TrafficShape(volume(24, 40), seed=31, flushes=1, name="mixed", abort_share=0.1)
+    )
+    assert (report.requests, report.flushes) == (volume(24, 40), 1)
 
 
 # Pages of 16, four requests at once, priorities
@@ -207,8 +210,10 @@ def preemption(s: CleanServer) -> None:
 def page_traffic(s: CleanServer) -> None:
     page = s.serving.get("/server_info")["page_size"]
     assert page == s.flags["page_size"]
-    report = s.serve(TrafficShape(40, seed=page, flushes=1, name="paged", abort_share=0.1))
-    assert (report.requests, report.flushes) == (40, 1)
+    report = s.serve(
+        TrafficShape(volume(24, 40), seed=page, flushes=1, name="paged", abort_share=0.1)
+    )
+    assert (report.requests, report.flushes) == (volume(24, 40), 1)
     first = prompt("page", 3 * page + 7)
     for turn in range(2):
         cached = s.ask(f"page{turn}", first, 4)["meta_info"]["cached_tokens"]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
 )
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 24)))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(8, 24)))
 RANKS = [0, 1]
 _MHA = MODES["mha"]
 _FLASH_ATTENTION = {"attention_backend": "fa3"}

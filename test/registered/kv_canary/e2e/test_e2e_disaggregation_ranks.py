@@ -44,7 +44,7 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
-REQUESTS = requests(volume(16, 40))
+REQUESTS = requests(volume(10, 40))
 
 
 class BetweenRanks(Pair):

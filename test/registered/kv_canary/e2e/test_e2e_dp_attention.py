@@ -45,8 +45,8 @@ class TestDPAttention(CanaryE2EBase):
         self.generate_together(requests)
 
     def test_clean_requests_raise_no_alarm(self) -> None:
-        report = self.serve(TrafficShape(volume(24, 40), seed=23, flushes=2))
-        assert (report.requests, report.flushes) == (volume(24, 40), 2)
+        report = self.serve(TrafficShape(volume(18, 40), seed=23, flushes=2))
+        assert (report.requests, report.flushes) == (volume(18, 40), 2)
         self.assert_no_violations()
         for rank in RANKS:
             counters = self.serving.send("counters", rank).answer()["counters"]
@@ -113,8 +113,8 @@ class TestReplicas(CanaryE2EBase):
     env: ClassVar = bind_each_rank(2)
 
     def test_clean_requests_raise_no_alarm_on_either(self) -> None:
-        report = self.serve(TrafficShape(40, seed=29, flushes=0))
-        assert report.requests == 40
+        report = self.serve(TrafficShape(volume(20, 40), seed=29, flushes=0))
+        assert report.requests == volume(20, 40)
         assert sorted(e["dp_rank"] for e in self.serving.events("active")) == RANKS
         assert len(self.serving.get("/server_info")["kv_canary_active"]) == 2
         self.assert_no_violations()

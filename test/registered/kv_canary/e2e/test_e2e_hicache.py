@@ -68,7 +68,7 @@ class Traffic(HiCacheE2E):
         "max_total_tokens": consts.MHA_POOL_SLOTS // 2,
         "hicache_ratio": 1.5,
     }
-    requests: ClassVar[int] = volume(50, 80)
+    requests: ClassVar[int] = volume(36, 80)
 
     def test_mixed_traffic(self) -> None:
         report = self.serve(TrafficShape(self.requests, seed=21, flushes=1))
@@ -89,7 +89,7 @@ class TestWriteBack(Traffic):
     """Pages are written to host memory when they are evicted."""
 
     flags: ClassVar = {**Traffic.flags, "hicache_write_policy": "write_back"}
-    requests: ClassVar[int] = 40
+    requests: ClassVar[int] = volume(30, 40)
 
 
 @long_on_newer_releases
@@ -115,7 +115,7 @@ class TestPartialWithoutOverlap(Traffic):
         "kv_canary_real_data": "partial",
         "disable_overlap_schedule": True,
     }
-    requests: ClassVar[int] = 40
+    requests: ClassVar[int] = volume(30, 40)
 
 
 @long_on_newer_releases
@@ -124,7 +124,7 @@ class TestPage16(Traffic):
     # SGLang's page allocator is a Triton kernel.
     env: ClassVar = {**Traffic.env, **(INTERPRETED if ON_CPU else {})}
     plugins: ClassVar = (*FILL_INS, quick_interpreter) if ON_CPU else ()
-    requests: ClassVar[int] = 40
+    requests: ClassVar[int] = volume(30, 40)
 
     def test_prefixes_are_loaded_back(self) -> None:
         assert self.twice("again", count=14) >= 3 * (PROMPT // 16 * 16)
@@ -138,7 +138,7 @@ class TestTwoRanks(Traffic):
         **Traffic.env,
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     }
-    requests: ClassVar[int] = 40
+    requests: ClassVar[int] = volume(30, 40)
 
     def test_damage_on_one_rank(self) -> None:
         (prompt,) = prompts("ranks", 1)
@@ -155,7 +155,7 @@ class TestTwoRanks(Traffic):
 @long_on_newer_releases
 class TestMla(Traffic):
     mode_name = "mla"
-    requests: ClassVar[int] = 40
+    requests: ClassVar[int] = volume(30, 40)
 
 
 class Damage(HiCacheE2E):

@@ -93,8 +93,8 @@ class TestRaise(StorageE2E):
             assert not server.events("violation")
 
     def test_mixed_traffic(self) -> None:
-        report = self.serve(TrafficShape(volume(24, 40), seed=23, flushes=2))
-        assert (report.requests, report.flushes) == (volume(24, 40), 2)
+        report = self.serve(TrafficShape(volume(14, 40), seed=23, flushes=2))
+        assert (report.requests, report.flushes) == (volume(14, 40), 2)
         self.assert_no_violations()
 
 

@@ -27,7 +27,7 @@ ALL_TAGS = {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
 class Variant(CanaryE2EBase):
     """A clean run, then one fault in the page table and one in the bytes. Subclasses say how to serve."""
 
-    requests: ClassVar[int] = volume(36, 60)
+    requests: ClassVar[int] = volume(18, 60)
 
     def test_clean_run(self) -> None:
         report = self.serve(TrafficShape(self.requests, seed=11, flushes=1, name="clean"))
@@ -102,8 +102,8 @@ class TestTwoRanks(CanaryE2EBase):
     env: ClassVar = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
     def test_clean_run(self) -> None:
-        report = self.serve(TrafficShape(30, seed=13, flushes=1, name="clean"))
-        assert (report.requests, report.flushes) == (30, 1)
+        report = self.serve(TrafficShape(volume(16, 30), seed=13, flushes=1, name="clean"))
+        assert (report.requests, report.flushes) == (volume(16, 30), 1)
         self.assert_no_violations()
 
     def test_both_ranks_are_active(self) -> None:

@@ -84,8 +84,8 @@ class TestMLAFaults(FaultCases):
         self.run_case(case, f"{case}-{CASES.index(case)}")
 
     def test_clean_without_overlap(self) -> None:
-        report = self.serve(TrafficShape(volume(25, 50), seed=9, flushes=1, name="clean"))
-        assert report.requests == volume(25, 50)
+        report = self.serve(TrafficShape(volume(14, 50), seed=9, flushes=1, name="clean"))
+        assert report.requests == volume(14, 50)
         self.assert_no_violations()
 
 

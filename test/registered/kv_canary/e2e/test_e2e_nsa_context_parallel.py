@@ -40,7 +40,7 @@ pytestmark = [
     ),
 ]
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 64)))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(8, 64)))
 ON_GPU = torch.cuda.is_available()
 RANKS = (0, 1)
 KINDS = ("FULL", "INDEXER")

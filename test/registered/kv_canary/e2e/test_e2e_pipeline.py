@@ -65,8 +65,8 @@ class TestPipeline(CanaryE2EBase):
     env: ClassVar = {**BIND, "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
 
     def test_clean_requests_raise_no_alarm(self) -> None:
-        report = self.serve(TrafficShape(volume(40, 80), seed=17))
-        assert (report.requests, report.flushes) == (volume(40, 80), 3)
+        report = self.serve(TrafficShape(volume(22, 80), seed=17))
+        assert (report.requests, report.flushes) == (volume(22, 80), 3)
         self.assert_no_violations()
         self.assert_healthy()
         counters = self.settle()

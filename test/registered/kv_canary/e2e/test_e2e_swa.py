@@ -120,10 +120,10 @@ class TestSWAFaults(FaultCases):
     def test_clean_without_overlap(self) -> None:
         report = self.run(
             drive_families(
-                self.serving, FamilyShape(volume(24, 48), seed=4, rounds=volume(1, 2), name="clean")
+                self.serving, FamilyShape(volume(12, 48), seed=4, rounds=volume(1, 2), name="clean")
             )
         )
-        assert report.requests == volume(24, 48)
+        assert report.requests == volume(12, 48)
         self.assert_no_violations()
 
     # The window's bounds

@@ -13,6 +13,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
@@ -55,7 +56,7 @@ class TestSweepAndMetrics(CanaryE2EBase):
         self.wait_for(lambda: self.metric(name, **labels) > above, f"{name} {labels} > {above:g}")
 
     def test_clean_traffic_raises_no_alarm_and_is_measured(self) -> None:
-        self.serve(TrafficShape(60, seed=3, flushes=1))
+        self.serve(TrafficShape(volume(30, 60), seed=3, flushes=1))
         self.assert_no_violations()
         self.wait_for_metric("forwards_total", above=20)
         # Coverage is that of what was read since the publication before, so that there must be one.
