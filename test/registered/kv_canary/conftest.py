@@ -171,6 +171,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_after_layers.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_dflash_tokens.py",
+    "wiring/test_replayed_tokens.py",
     "wiring/test_reused_pages.py",
     "wiring/test_direct_hooks.py",
     "wiring/test_expected_tokens.py",

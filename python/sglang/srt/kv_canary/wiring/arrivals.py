@@ -6,7 +6,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..plan.anchor import anchor_of
 from ..plan.arrival import Arrival
@@ -88,13 +88,18 @@ def _note_filled(scheduler: Any, requests: Sequence[Any], arrivals: Sequence[Arr
         )
 
 
-Extent = tuple[int, int]  # the first token that has arrived, and the one after the last
+class Extent(NamedTuple):
+    """Tokens that have arrived."""
+
+    first: int
+    end: int  # one after the last
+    is_computed_again: bool = False  # SGLang goes on after the token that it had before
 
 
 def extent_of(request: Any) -> Extent:
     """Of what has arrived, until SGLang schedules `request`."""
     known = release().transfers
-    return known.cached(request), known.committed(request)
+    return Extent(known.cached(request), known.committed(request), known.is_computed_again(request))
 
 
 def arrival_of(scheduler: Any, request: Any, extent: Extent) -> Arrival:
@@ -151,11 +156,10 @@ def _news(peer: str, what: str) -> int:
 
 def as_arrival(request: Any, notice: Notice, extent: Extent) -> Arrival:
     """The request's tokens but the last one, whose K and V nobody has computed yet."""
-    first, end = extent
-    tokens = _first_tokens(request, end)
+    tokens = _first_tokens(request, extent.end)
     return Arrival(
         row=release().row_of(request),
-        first=first,
+        first=extent.first,
         tokens=tokens,
         anchor=anchor_of(release().namespace_of(request)),
         origin=_origin(request, notice),
@@ -164,7 +168,7 @@ def as_arrival(request: Any, notice: Notice, extent: Extent) -> Arrival:
         has_draft_records=notice.has_draft_records,
         keeps_draft_content=notice.keeps_draft_content,
         chunks=notice.chunks,
-        next_token=_next_token(request, notice, tokens),
+        next_token=_next_token(request, notice, extent),
     )
 
 
@@ -176,9 +180,9 @@ def _first_tokens(request: Any, count: int) -> array[int]:
     return tokens
 
 
-def _next_token(request: Any, notice: Notice, arrived: Sequence[int]) -> int | None:
-    """A request that resumes goes on after other tokens than its prompt."""
-    follows = len(arrived) == len(request.origin_input_ids)
+def _next_token(request: Any, notice: Notice, extent: Extent) -> int | None:
+    """A request that resumes goes on with its own token, not with what the prefill server samples then."""
+    follows = extent.end == len(request.origin_input_ids) and not extent.is_computed_again
     return notice.first_token if follows and notice.first_token != NO_TOKEN else None
 
 

@@ -35,6 +35,8 @@ class TransferAnswers:
     parallelism: Callable[[], tuple[int, int]]  # sizes of attention TP and of PP, of this server
     # (Mooncake's manager of a prefill rank, address, message): to a decode rank, before the transfer's status
     send: Callable[[Any, Any, Sequence[bytes]], None]
+    # Its KV was dropped, and the prefill server has computed all of it again
+    is_computed_again: Callable[[Any], bool] = lambda _: False
     heeds_damage: bool = False  # a decode server fails requests whose notice says why
     # A prefill rank ends the transfer of a request that has read damage as failed, for every decode server
     fails_damaged: bool = False

@@ -61,5 +61,6 @@ TRANSFERS = TransferAnswers(
     is_fake=_is_fake,
     parallelism=_parallelism,
     send=_send,
+    is_computed_again=lambda request: getattr(request, "pd_rebootstrap_in_progress", False),
     fails_damaged=True,
 )
