@@ -177,6 +177,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_expected_tokens.py",
     "wiring/test_hook_targets.py",
     "wiring/test_hicache_eviction.py",
+    "wiring/test_kv_checksum.py",
     "wiring/test_late_patches.py",
     "wiring/test_live_questions.py",
     "wiring/test_model_forward.py",

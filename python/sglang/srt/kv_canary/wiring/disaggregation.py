@@ -25,7 +25,7 @@ from .record_sender import TRANSFERS
 from .releases import release
 from .swept_slots import wait_for_sweep
 
-__all__ = ["COPY", "DECODE", "PREFILL", "transfer_hooks"]
+__all__ = ["COPY", "DECODE", "PREFILL", "RecordComponent", "transfer_hooks"]
 
 _DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
@@ -123,6 +123,10 @@ def _layout(page_size: int) -> TransferLayout:
     )
 
 
+class RecordComponent(list[int]):
+    """Of the records, in SGLang's lists of states: addresses, or sizes. A state of the pool has a plain list."""
+
+
 def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
     """Register the records as the state's last component. It has no type, so SGLang does not send it."""
     if not context.active:
@@ -130,9 +134,9 @@ def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
     page_size = kv_args.page_size
     managers = (context.target, *context.drafts)
     buffers = [records for m in managers for _, records in transferred_records(m.groups)]
-    kv_args.state_data_ptrs.append([records.data_ptr() for records in buffers])
-    kv_args.state_data_lens.append([records.nbytes for records in buffers])
-    kv_args.state_item_lens.append([page_bytes(page_size)] * len(buffers))
+    kv_args.state_data_ptrs.append(RecordComponent(records.data_ptr() for records in buffers))
+    kv_args.state_data_lens.append(RecordComponent(records.nbytes for records in buffers))
+    kv_args.state_item_lens.append(RecordComponent([page_bytes(page_size)] * len(buffers)))
     kv_args.state_dim_per_tensor.append(_layout(page_size).to_wire())
 
 

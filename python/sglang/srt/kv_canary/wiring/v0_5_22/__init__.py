@@ -118,6 +118,7 @@ RELEASE = Release(
         "v0_5_22.dflash",
         "from_0_5_17.cuda_graph",
         "v0_5_22.disaggregation",
+        "v0_5_22.kv_checksum",
         "v0_5_22.hicache",
         "v0_5_22.hicache_storage",
         "from_0_5_17.hicache_eviction",
