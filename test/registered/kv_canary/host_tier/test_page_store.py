@@ -1382,6 +1382,60 @@ def test_a_page_that_goes_while_others_are_stored_is_not_written_without_records
     assert page_files(tmp_path) == {f"{p}{key}_m_0_1.bin" for p in ("", "kvc:") for key in keys[1:]}
 
 
+def _prefetch_into(
+    host: torch.Tensor, rig: HiCacheRig, keys: list[str], flushed_at: int | None
+) -> list[int]:
+    """A prefetch by SGLang's own controller. Returns the slots of `host` that it writes to, after a flush if any.
+
+    `flushed_at`: storage is slow with that page. Until it has it, the request is aborted, and the cache flushed.
+    """
+    from sglang.srt.managers.cache_controller import PrefetchOperation
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    controller, buffer = rig.controller, rig.host_pool.kv_buffer
+    operation = PrefetchOperation("r", host, RadixKey(TOKENS), None)
+    backend, get = controller.storage_backend, controller.storage_backend.get
+
+    def read(key: str, *given: Any) -> Any:
+        if flushed_at is not None and key == keys[flushed_at]:
+            operation.mark_terminate()  # SGLang's abort. Its flush does not wait for this thread
+            buffer.fill_(7)
+        return get(key, *given)
+
+    buffer.fill_(7)
+    backend.get = read
+    if (store := hicache_storage.store_of(controller)) is not None:
+        store.begin("r", 0, 0)
+        store.made("r", operation)
+    controller._generic_page_get(operation, keys, host)
+    return [n for n, slot in enumerate(host) if (buffer[:, :, slot] != 7).any()]
+
+
+@pytest.mark.parametrize("has_canary", [False, True], ids=["plain", "canary"])
+def test_a_prefetch_that_is_over_writes_no_more_pages_than_sglang_does(
+    rig: HiCacheRig,
+    tmp_path: Path,
+    server_args: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    has_canary: bool,
+) -> None:
+    """The host slots may be those of others by then. SGLang itself writes a page of the batch that it reads."""
+    keys = _attach_files(rig, tmp_path, monkeypatch)
+    assert rig.controller._generic_page_set(keys, rig.host)
+    if not has_canary:
+        monkeypatch.setattr(context, "host_tier", None)
+    assert _prefetch_into(rig.host, rig, keys, flushed_at=3) == [0]
+
+
+def test_a_prefetch_that_goes_on_writes_all_pages(
+    rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = _attach_files(rig, tmp_path, monkeypatch)
+    assert rig.controller._generic_page_set(keys, rig.host)
+    assert _prefetch_into(rig.host, rig, keys, flushed_at=None) == [*range(len(rig.host))]
+    assert not rig.found
+
+
 @pytest.fixture
 def server_args(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Those that the identity of stored pages is made of."""

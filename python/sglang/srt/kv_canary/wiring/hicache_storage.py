@@ -185,6 +185,8 @@ def _around_page_get(
             slots, known = places[key], store.known(key)
 
             def accept(page: torch.Tensor) -> bool:
+                if operation.is_terminated():  # after a flush its slots are another page's
+                    return False
                 # SGLang stores the same bytes again. They must be there before anyone sees the records.
                 _pool_of(controller).set_from_flat_data_page(slots[0], page)
                 tokens = operation.token_ids.token_ids
