@@ -16,17 +16,21 @@ import torch
 
 import sglang_kv_canary
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.analysis.overview import Overview
+from sglang_kv_canary.analysis.text import headline
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.pool_kind import PoolKind, Side
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Column
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
+from sglang_kv_canary.reports.event_loader import load_events
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.safe_text import safe_text
 from sglang_kv_canary.reports.story import Story
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
@@ -82,6 +86,20 @@ def _events(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def _let_the_interval_end(rig: ManagerRig) -> None:
     rig.manager.violations._reporter._interval_began = float("-inf")
+
+
+def _share_a_prefix(rig: ManagerRig, readers: int, length: int = 8) -> None:
+    """Rows 1 to `readers` lead to one prefix."""
+    rig.result(rig.extend(1, range(length)))
+    rig.rows.req_to_token[2 : readers + 1] = rig.rows.req_to_token[1]
+    rig.lengths.update(dict.fromkeys(range(2, readers + 1), length))
+
+
+def _idle(rig: ManagerRig) -> None:
+    """Until nothing waits."""
+    for _ in range(20):
+        _let_the_interval_end(rig)
+        rig.manager.on_idle()
 
 
 # What is one cause
@@ -463,6 +481,78 @@ def test_events_of_a_cause_are_bounded_and_summed_up(
     assert len(_events(path, "cause")) == 2  # not until there are twice as many
     rig.manager.finish(1.0)
     assert [event["findings"] for event in _events(path, "cause")] == [1, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("halves", "readers", "told", "said"),
+    [
+        ("K", 100, [1, 100], "at least 64 requests read damage"),
+        ("KV", 40, [2, 80], "; 40 requests read damage"),
+        ("KV", 12, [2], "; 12 requests read damage"),  # a `violation` event names each
+    ],
+)
+def test_events_of_an_idle_server_name_all_readers_or_say_that_they_do_not(
+    halves: str,
+    readers: int,
+    told: list[int],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(violation_reporter, "IDLE_INTERVAL_S", NEVER)
+    path = tmp_path / "events"
+    rig = ManagerRig(
+        real=make_mha_pool(size=2048),
+        event_file=str(path),
+        max_requests=readers + 1,
+        log_every_s=NEVER,
+    )
+    _share_a_prefix(rig, readers)
+    slot = rig.slot(1, 5)
+    for half in halves:
+        getattr(rig.pool, f"{half.lower()}_buffer")[1][slot] += 1
+    for row in range(1, readers + 1):
+        rig.result(rig.decode([row]))
+    _idle(rig)
+    assert said in headline(Overview.of({"": load_events(path)}))
+    assert [event["findings"] for event in _events(path, "cause")] == told
+    for row in range(1, min(readers, 4)):  # repeats name nobody
+        rig.result(rig.decode([row]))
+    _idle(rig)
+    assert len(_events(path, "cause")) == len(told)
+
+
+def test_untold_readers_of_a_flood_take_a_bounded_number_of_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 20 `cause` events an interval, one a cause; and of a cause at most one for each reader that it lists."""
+    monkeypatch.setattr(cause, "MAX_READERS", 4)
+    monkeypatch.setattr(violation_reporter, "MAX_EVENTS", 1)
+    monkeypatch.setattr(violation_reporter, "IDLE_INTERVAL_S", NEVER)
+    path = tmp_path / "events"
+    rig = ManagerRig(real=make_mha_pool(size=2048), event_file=str(path), log_every_s=NEVER)
+    causes, readers = 30, 8
+    _share_a_prefix(rig, readers, length=causes)
+    _damage(rig, 1, *range(causes))
+    rig.result(rig.decode([1]))
+    first = len(_events(path, "cause"))
+    assert first == causes
+    monkeypatch.setattr(cause.Cause, "has_doubled", False)  # only readers bring events
+    for row in range(2, readers + 1):
+        rig.result(rig.decode([row]))
+        rig.settle()
+        assert len(_events(path, "cause")) == first  # the interval has not ended
+    for written in (20, 30, 30):
+        _let_the_interval_end(rig)
+        rig.manager.drain()
+        told = [event["cause"] for event in _events(path, "cause")[first:]]
+        assert len(told) == len({*told}) == written
+    assert all(event["more_readers"] for event in _events(path, "cause")[first:])
+    rig.result(rig.decode(range(1, readers + 1)))
+    _idle(rig)
+    assert len(_events(path, "cause")) == first + causes  # it is told that there are others
+    found = rig.manager.violations._reporter._causes.values()
+    assert {each.readers_told for each in found} == {cause.MAX_READERS + 1}
 
 
 def test_many_readers_are_counted_in_the_report(log: Log) -> None:

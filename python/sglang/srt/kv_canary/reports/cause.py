@@ -133,6 +133,7 @@ class Cause:
     is_in_part: bool = False  # other findings of the step that found it first were only counted
     events: int = 0  # violation events written
     reported: int = 0  # findings at the time of the last event about this cause
+    readers_told: int = 0  # named in events; one more once an event says that there are more
     slots: set[int] = field(default_factory=set)
     has_more_slots: bool = False
     is_continuous: bool = False  # known to continue the reader's prefix through causes before it
@@ -175,6 +176,22 @@ class Cause:
     def has_doubled(self) -> bool:
         """Whether findings have doubled since the last event."""
         return self.findings >= 2 * self.reported
+
+    @property
+    def has_untold_reader(self) -> bool:
+        """Whether no event names one of its readers. Turns true at most MAX_READERS + 1 times."""
+        return len(self.readers) + self.has_more_readers > self.readers_told
+
+    def note_found_told(self) -> None:
+        """An event was written about the last finding."""
+        self.events += 1
+        self.reported = self.findings
+        self.readers_told = len(self.readers)
+
+    def note_told(self) -> None:
+        """An event was written about all of it."""
+        self.reported = self.findings
+        self.readers_told = len(self.readers) + self.has_more_readers
 
     def fold(self, violation: Violation) -> None:
         """Add a finding that is not a repeat."""

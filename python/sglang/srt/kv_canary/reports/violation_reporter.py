@@ -238,7 +238,10 @@ class ViolationReporter:
         cause.findings += repeats.count
         cause.last_forward = max(cause.last_forward, forward)
         if cause.has_doubled:
-            self._grown[cause.number] = cause
+            self._note_grown(cause)
+
+    def _note_grown(self, cause: Cause) -> None:
+        put_bounded(self._grown, cause.number, cause, MAX_CAUSES)
 
     def _read_new(self, limit: int) -> None:
         """Read the oldest new findings of both kinds."""
@@ -279,11 +282,10 @@ class ViolationReporter:
             cause.is_in_part = is_in_part
         cause.fold(violation)
         if cause.events < MAX_EVENTS:
-            cause.events += 1
-            cause.reported = cause.findings
+            cause.note_found_told()
             self._sink.emit(replace(violation, cause=cause.number).as_event())
-        elif cause.has_doubled:
-            self._grown[cause.number] = cause
+        elif cause.has_doubled or cause.has_untold_reader:
+            self._note_grown(cause)
         return cause
 
     def _of_copy(
@@ -412,7 +414,7 @@ class ViolationReporter:
             )
         self._waiting.clear()
         self._waiting_outside.clear()
-        self._grown = {c.number: c for c in self._causes.values() if c.findings > c.reported}
+        self._grown |= {c.number: c for c in self._causes.values() if c.findings > c.reported}
         self._sum_up(len(self._grown))
         self._losses.write(at_once=True)
         self._say_dropped()
@@ -492,7 +494,8 @@ class ViolationReporter:
             self._write_summary(self._untold.popleft())
 
     def _write_summary(self, cause: Cause) -> None:
-        cause.reported = cause.findings
+        self._grown.pop(cause.number, None)
+        cause.note_told()
         summary = cause.summary(self._story_of(cause))
         self._sink.emit(summary)
         if cause.scene is not None and not cause.has_snapshot:
@@ -500,9 +503,9 @@ class ViolationReporter:
             self._sink.write_snapshot(cause.number, cause.snapshot(summary))
 
     def _sum_up(self, limit: int) -> None:
-        """Write events about causes whose findings have doubled since their last event."""
-        for number in list(itertools.islice(self._grown, limit)):
-            self._write_summary(self._grown.pop(number))
+        """Write events about causes that have grown since their last event."""
+        for cause in list(itertools.islice(self._grown.values(), limit)):
+            self._write_summary(cause)
 
     def _say_dropped(self) -> None:
         for most, findings in self._dropped.items():
