@@ -104,6 +104,20 @@ def test_the_last_losses_of_a_burst_are_said_between_steps(
     assert _lost_in(caplog) == ["1 (1 to 1)", "2 (2 to 3)"]
 
 
+@pytest.mark.parametrize("length", [1024, 3000])
+def test_a_request_that_was_ended_has_the_name_in_events_that_it_has_as_a_reader(
+    rig: ContainmentRig, length: int
+) -> None:
+    told: list[dict[str, Any]] = []
+    rig.manager.sink = SimpleNamespace(emit=told.append)
+    ended, answered = (rig.request(who * length, row) for row, who in ((1, "a"), (2, "b")))
+    forward = rig.forward(ended, answered)
+    rig.finish(answered)
+    rig.act(read(ended, forward), read(answered, forward))
+    (event,) = (event for event in told if event["event"] == "containment")
+    assert (event["aborted"], event["answered"]) == (["a" * 1024], ["b" * 1024])
+
+
 def _lost_in(log: pytest.LogCaptureFixture) -> list[str]:
     return re.findall(r"overwritten before they were read. Forwards: ([^.]*). Requests", log.text)
 

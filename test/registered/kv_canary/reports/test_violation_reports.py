@@ -648,7 +648,16 @@ def test_content_is_called_by_what_it_is_and_old_names_stay_for_a_version(tmp_pa
 # Request ids
 
 
-def _serve_damage(rig: ManagerRig, request_id: str) -> None:
+def _serve_damage(rig: ManagerRig, request_id: str, reader: str | None = None) -> None:
+    """The request reads what has changed, or `reader` in its row."""
+    _run_as(rig, request_id)
+    rig.result(rig.extend(1, range(10)))
+    _damage(rig, 1, 4)
+    _run_as(rig, reader or request_id)
+    rig.result(rig.decode([1]))
+
+
+def _run_as(rig: ManagerRig, request_id: str) -> None:
     def run(batch: Any, slots: torch.Tensor, fail: bool) -> Any:
         step = rig.recorder.begin_step((r, request_id) for r in batch.req_pool_indices.tolist())
         try:
@@ -658,9 +667,6 @@ def _serve_damage(rig: ManagerRig, request_id: str) -> None:
         return step
 
     rig._run = run
-    rig.result(rig.extend(1, range(10)))
-    _damage(rig, 1, 4)
-    rig.result(rig.decode([1]))
 
 
 def test_a_request_id_cannot_write_to_the_log(log: Log, tmp_path: Path) -> None:
@@ -696,6 +702,28 @@ def test_long_request_ids_are_cut(log: Log, tmp_path: Path) -> None:
     assert f'"{"z" * 125}..."' in log.text
     (event,) = _events(path, "violation")
     assert event["reader"]["request_id"] == "z" * 1024
+
+
+def test_no_event_holds_a_long_request_id_as_a_whole(tmp_path: Path) -> None:
+    """Neither those of slots beside the finding, nor of another request in the row."""
+    path = tmp_path / "events"
+    rig = ManagerRig(event_file=str(path))
+    _serve_damage(rig, "y" * 100_000, reader="z" * 100_000)
+    rig.settle()
+    (told,) = _events(path, "cause")
+    ids = {"y" * 1024, "z" * 1024}
+    assert {slot["request_id"] for slot in told["scene"]["beside"]} - {None} == ids
+    assert told["scene"]["row_shared"]["request_id"] in ids
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert max(len(text) for event in events for text in _texts(event)) == 1024
+
+
+def _texts(value: Any) -> list[str]:
+    """All that `value` holds, to any depth."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return [text for part in parts for text in _texts(part)]
+    return [value] if isinstance(value, str) else []
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .safe_text import safe_text
+from .violation import cut_request_id
 
 
 def _as_dict(fact: Any) -> dict[str, Any]:
     return {name: getattr(fact, name) for name in fact.__slots__}
+
+
+def _as_dict_with_request(fact: SlotBeside | RowShared) -> dict[str, Any]:
+    return {**_as_dict(fact), "request_id": cut_request_id(fact.request_id)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class SlotBeside:
     request_id: str | None  # None: not on record
     has_changed: bool | None  # its bytes; None: not checked
 
-    as_dict = _as_dict
+    as_dict = _as_dict_with_request
 
     def text(self) -> str:
         """Without its number."""
@@ -161,7 +166,7 @@ class RowShared:
     request_id: str
     forward: int  # the last one before the reader's
 
-    as_dict = _as_dict
+    as_dict = _as_dict_with_request
 
     def text(self, row: int) -> str:
         """One line."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..slot_event import CallSite, SlotEventKind
 from .safe_text import safe_text
-from .violation import MAX_REQUEST_ID
+from .violation import cut_request_id
 
 __all__ = ["MAX_FUNCTIONS", "SlotMoment"]
 
@@ -34,14 +34,13 @@ class SlotMoment:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        request_id = None if self.request_id is None else self.request_id[:MAX_REQUEST_ID]
         return {
             "what": self.kind.name.lower(),
             "step": self.step,
             "slots": self.slots,
             "purpose": None if self.site is None else self.site.purpose or None,
             "functions": [] if self.site is None else list(self.site.functions),
-            "request_id": request_id,
+            "request_id": cut_request_id(self.request_id),
         }
 
     @classmethod

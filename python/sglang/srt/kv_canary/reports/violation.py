@@ -25,6 +25,11 @@ HOST_TIER = "host"
 RUNBOOK = "docs/alarms.md"  # path in the repository; the wheel has no documents
 
 
+def cut_request_id(request_id: str | None) -> str | None:
+    """As events and answers hold it: clients choose ids, and how long they are."""
+    return None if request_id is None else request_id[:MAX_REQUEST_ID]
+
+
 @dataclass(frozen=True, slots=True)
 class Actor:
     """Who read, wrote or freed a slot."""
@@ -50,9 +55,7 @@ class Actor:
 
     def as_dict(self) -> dict:
         values = {name: getattr(self, name) for name in self.__slots__}
-        if self.request_id is not None:
-            values["request_id"] = self.request_id[:MAX_REQUEST_ID]
-        return values
+        return {**values, "request_id": cut_request_id(self.request_id)}
 
 
 @dataclass(frozen=True, slots=True)

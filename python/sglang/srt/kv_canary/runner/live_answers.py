@@ -20,7 +20,7 @@ from ..reports.cause import Cause
 from ..reports.flight_recorder import FlightRecorder, ForwardRecord
 from ..reports.scene import Place, RecordNow, Scene
 from ..reports.slot_history import SlotHistory
-from ..reports.violation import MAX_REQUEST_ID, actor_of
+from ..reports.violation import actor_of, cut_request_id
 from .manager import CanaryManager
 from .scene_taker import PART, SceneTaker
 from .surroundings import CachedSlots, RequestNow, Surroundings
@@ -174,7 +174,7 @@ class LiveAnswers:
             found.append(torch.where(hits, positions, table.shape[1]).amin(1))
         places = yield from self._fetch(torch.cat(found))
         return [
-            {"row": row, "position": place, "request_id": owners[row][:MAX_REQUEST_ID]}
+            {"row": row, "position": place, "request_id": cut_request_id(owners[row])}
             for row, place in zip(rows, places, strict=True)
             if place < table.shape[1]
         ]
@@ -217,7 +217,7 @@ class LiveAnswers:
             groups = yield from self._divergences(request_id, row, _known_length(now, length))
         return {
             **self._rank(),
-            "request_id": request_id[:MAX_REQUEST_ID],
+            "request_id": cut_request_id(request_id),
             "running": length is not None,
             "row": row,
             "length": length,
@@ -409,7 +409,7 @@ def _writer_and_free(record: RecordNow | None, recorder: FlightRecorder) -> dict
         "forward": forward,
         "row": record.row,
         "mode": None if found is None else found.mode,
-        "request_id": None if request_id is None else request_id[:MAX_REQUEST_ID],
+        "request_id": cut_request_id(request_id),
         "step": None if found is None or found.step is None else found.step.step,
         "origin": recorder.origin(forward, record.row),
     }

@@ -20,6 +20,7 @@ from ...buffer_group import CanaryBufferGroup
 from ...pool_kind import PoolKind
 from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
+from ...reports.violation import cut_request_id
 from ...runner.damage_desk import LOST, Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
 from ..forward_stream import on_forward_stream
@@ -646,8 +647,8 @@ class Containment:
         self.manager.sink.emit(
             {
                 "event": "containment",
-                "aborted": list(ended),
-                "answered": list(answered),
+                "aborted": [cut_request_id(rid) for rid in ended],
+                "answered": [cut_request_id(rid) for rid in answered],
                 "dropped": dropped,
                 "withheld": [{"pool": kind, "slot": slot} for kind, slot in bad],
             }
