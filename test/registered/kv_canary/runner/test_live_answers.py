@@ -12,10 +12,10 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.analysis.redaction import Redaction
-from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.config import ContentMode, StaleWeights
 from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import WORD_IDENTITY
-from sglang_kv_canary.reports import flight_recorder
+from sglang_kv_canary.reports import cause, flight_recorder
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.runner import live_answers as module
 from sglang_kv_canary.runner.live_answers import Answer, LiveAnswers, Unanswerable
@@ -23,6 +23,7 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
 from sglang_kv_canary_rigs.dsv4_rig import Dsv4Rig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
 
 register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
@@ -224,6 +225,65 @@ def test_a_cause_is_told_at_its_slot_and_at_no_other(content: ContentMode) -> No
     assert all(str(slot) in cause["sentence"] for cause in causes)
     assert only(answers.of_slot(answers.rig.slot(1, 12)))["causes"] == []
     assert answers.of_request(1)["causes"][0]["as"] == "reader"
+
+
+@pytest.mark.parametrize(("readers", "is_sure"), [(64, True), (100, False)])
+def test_an_answer_about_a_reader_that_a_cause_does_not_remember_says_so(
+    readers: int, is_sure: bool
+) -> None:
+    answers, rows = _damage_with_readers(readers), range(1, readers + 1)
+    told = [answers.of_request(row) for row in (2, rows[-1])]
+    assert [[c["as"] for c in answer["causes"]] for answer in told] == [
+        ["reader"],
+        ["reader"] * is_sure,
+    ]
+    assert [answer["more_causes"] for answer in told] == [False, not is_sure]
+    (known,) = told[0]["causes"]
+    least = "" if is_sure else "at least "
+    assert known["sentence"].endswith(f"; {least}63 more requests read it, too")
+    assert only(answers.of_slot(answers.rig.slot(1, 5)))["more_causes"] is False
+
+
+def _damage_with_readers(readers: int) -> Asked:
+    """So many requests read one prefix, in which K of a slot has changed."""
+    rig = ManagerRig(real=make_mha_pool(size=2048), max_requests=readers)
+    rig.result(rig.extend(1, range(8)))
+    for row in range(2, readers + 1):
+        rig.rows.req_to_token[row], rig.lengths[row] = rig.rows.req_to_token[1], 8
+    rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    for first in range(1, readers + 1, 16):
+        rig.result(rig.decode(range(first, min(first + 16, readers + 1))))
+    rig.settle()
+    return Asked(rig)
+
+
+def test_an_answer_about_a_slot_that_a_cause_does_not_remember_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One update of the weights without a flush is one cause, however many slots are stale."""
+    monkeypatch.setattr(cause, "MAX_SLOTS", 2)
+    rig = ManagerRig(stale_weights=StaleWeights.REPORT)
+    for row in (1, 2, 3):
+        rig.extend(row, range(10))
+    rig.manager.note_weight_update("other")
+    for row, said in ((1, (1, False)), (2, (1, False)), (3, (0, True))):
+        rig.decode([row])
+        assert rig.settle()
+        group = only(Asked(rig).of_slot(rig.slot(row, 0)))
+        assert (len(group["causes"]), group["more_causes"]) == said
+
+
+def test_an_answer_lists_8_causes_and_says_that_there_are_more() -> None:
+    answers = Asked(ManagerRig())
+    answers.rig.extend(1, PROMPT)
+    for damaged in (range(8), [8]):
+        for position in damaged:
+            answers.rig.pool.k_buffer[1][answers.rig.slot(1, position)] += 1
+        answers.rig.decode([1])
+        answers.rig.settle()
+        answer = answers.of_request(1)
+        readers = [cause for cause in answer["causes"] if cause["as"] == "reader"]
+        assert (len(readers), answer["more_causes"]) == (8, 8 in damaged)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ class Evidence:
     first: Violation
     tags: tuple[str, ...] = ()  # in the forward that found it; empty: that of `first`
     readers: int = 1  # distinct requests
+    more_readers: bool = False  # there are more than `readers`
     history: History = History()
     halves: tuple[str, ...] = ()  # that the pool kind has; empty: unknown
     is_complete: bool = False  # every endpoint of the forward that found it has been read

@@ -124,6 +124,7 @@ class Neighbours:
             first=cause.first,
             tags=tuple(cause.first_tags),
             readers=len(cause.readers),
+            more_readers=cause.has_more_readers,
             history=cause.history,
             halves=self.halves.get(cause.kind, ()),
             is_complete=is_complete,

@@ -38,8 +38,9 @@ def _other_readers(e: Evidence) -> str:
     others = e.readers if e.is_sweep else e.readers - 1
     if others < 1:
         return ""
+    least = "at least " * e.more_readers
     more = "" if e.is_sweep else " more"
-    return f"; {others}{more} request{'s' * (others > 1)} read{'s' * (others == 1)} it, too"
+    return f"; {least}{others}{more} request{'s' * (others > 1)} read{'s' * (others == 1)} it, too"
 
 
 # Where

@@ -133,8 +133,8 @@ class ViolationManager:
         self._reporter.name_waiting(idle)
 
     def causes_about(
-        self, is_about: Callable[[Cause], bool], limit: int
-    ) -> list[tuple[Cause, str]]:
+        self, is_about: Callable[[Cause], bool | None], limit: int
+    ) -> tuple[list[tuple[Cause, str]], bool]:
         """See `ViolationReporter.causes_about`."""
         return self._reporter.causes_about(is_about, limit)
 

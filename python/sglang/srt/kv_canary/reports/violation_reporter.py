@@ -343,11 +343,19 @@ class ViolationReporter:
         self._scenes.forget(until)
 
     def causes_about(
-        self, is_about: Callable[[Cause], bool], limit: int
-    ) -> list[tuple[Cause, str]]:
-        """The newest `limit` causes that `is_about` accepts, oldest first, each with its sentence."""
-        found = [cause for cause in self._causes.values() if is_about(cause)]
-        return [(cause, self._story_of(cause).sentence) for cause in found[-limit:]]
+        self, is_about: Callable[[Cause], bool | None], limit: int
+    ) -> tuple[list[tuple[Cause, str]], bool]:
+        """(the newest `limit` causes that `is_about` accepts, oldest first, with sentences; whether there may be more).
+
+        `is_about` says None of a cause that does not know.
+        """
+        known = [(cause, is_about(cause)) for cause in self._causes.values()]
+        found = [cause for cause, accepted in known if accepted]
+        forgotten = self.causes > len(self._causes) or any(
+            accepted is None for _, accepted in known
+        )
+        told = [(cause, self._story_of(cause).sentence) for cause in found[-limit:]]
+        return told, forgotten or len(found) > limit
 
     # What is said
 

@@ -141,9 +141,10 @@ class LiveAnswers:
         records = {name: found[0] for name, found in scene.records if found}
         first = next(iter(records.values()), None)
 
-        def is_about(cause: Cause) -> bool:
-            return cause.kind is group.kind and slot in (cause.first.slot, *cause.slots)
+        def is_about(cause: Cause) -> bool | None:
+            return cause.kind is group.kind and _has_slot(cause, slot)
 
+        causes, more_causes = ([], False) if slot is None else _causes(manager, is_about)
         return {
             **_group_name(manager, group),
             "slot": slot,
@@ -152,7 +153,8 @@ class LiveAnswers:
             "records": {name: record.as_dict() for name, record in records.items()},
             "cached_at": [cached.as_dict() for cached in scene.cached_at],
             "cache_searched": scene.cache_searched,
-            "causes": [] if slot is None else _causes(manager, is_about),
+            "causes": causes,
+            "more_causes": more_causes,
         }
 
     def _readers(self, full: Sequence[int]) -> Generator[FutureTensors, None, list[dict[str, Any]]]:
@@ -215,6 +217,7 @@ class LiveAnswers:
             length = (word & FORWARD_MASK) - 1
             slots = slots[: max(0, length)]
             groups = yield from self._divergences(request_id, row, _known_length(now, length))
+        causes, more_causes = self._causes_of(request_id)
         return {
             **self._rank(),
             "request_id": cut_request_id(request_id),
@@ -226,7 +229,8 @@ class LiveAnswers:
             "slots": slots,
             "more_slots": length is not None and length > len(slots),
             "groups": groups,
-            "causes": self._causes_of(request_id),
+            "causes": causes,
+            "more_causes": more_causes,
             "last_forward": _forward(forward),
         }
 
@@ -257,14 +261,15 @@ class LiveAnswers:
             answers.append({**_group_name(self._target, group), **found})
         return answers
 
-    def _causes_of(self, request_id: str) -> list[dict[str, Any]]:
-        """The causes in which the request reads or has written, over all runners."""
-        causes = []
+    def _causes_of(self, request_id: str) -> tuple[list[dict[str, Any]], bool]:
+        """(causes in which the request reads or has written, over all runners; whether there may be more)."""
+        causes, more_causes = [], False
         for manager in self._managers:
             for part, takes_part in (("reader", _reads), ("writer", _wrote)):
-                found = _causes(manager, lambda c, of=takes_part: of(c, request_id))
+                found, more = _causes(manager, lambda c, of=takes_part: of(c, request_id))
                 causes += [{**cause, "as": part} for cause in found]
-        return sorted(causes, key=lambda cause: cause["cause"])
+                more_causes |= more
+        return sorted(causes, key=lambda cause: cause["cause"]), more_causes
 
     # Both
 
@@ -426,13 +431,27 @@ def _known_length(now: RequestNow | None, length: int) -> int:
     return length if now is None or not now.tokens else min(length, len(now.tokens))
 
 
-def _causes(manager: CanaryManager, is_about: Callable[[Cause], bool]) -> list[dict[str, Any]]:
-    found = manager.violations.causes_about(is_about, MAX_CAUSES)
-    return [{"cause": cause.number, "sentence": sentence or None} for cause, sentence in found]
+def _causes(
+    manager: CanaryManager, is_about: Callable[[Cause], bool | None]
+) -> tuple[list[dict[str, Any]], bool]:
+    """(the newest causes, whether there may be more)"""
+    found, more = manager.violations.causes_about(is_about, MAX_CAUSES)
+    told = [{"cause": cause.number, "sentence": sentence or None} for cause, sentence in found]
+    return told, more
 
 
-def _reads(cause: Cause, request_id: str) -> bool:
-    return any(reader == request_id for _, reader in cause.readers)
+def _has_slot(cause: Cause, slot: int) -> bool | None:
+    """None: the cause has more slots than it remembers."""
+    if slot in (cause.first.slot, *cause.slots):
+        return True
+    return None if cause.has_more_slots else False
+
+
+def _reads(cause: Cause, request_id: str) -> bool | None:
+    """None: the cause has more readers than it remembers."""
+    if any(reader == request_id for _, reader in cause.readers):
+        return True
+    return None if cause.has_more_readers else False
 
 
 def _wrote(cause: Cause, request_id: str) -> bool:
