@@ -463,7 +463,7 @@ def test_after_an_error_of_kv_the_next_transfer_takes_nothing_along() -> None:
 def test_after_an_error_of_records_no_kv_is_under_way(handle: str | list[str]) -> None:
     agent = _Agent(records="ERR", kv="DONE")
     with pytest.raises(nixl._TransferFailed):
-        nixl.beside(agent, lambda: handle, nixl.waiting_in(agent)("records"))
+        nixl.beside(lambda: handle, nixl.waiting_in(agent)("records"), nixl.settling_in(agent))
     assert agent.asked == ["records"] * 3 + ["kv"] * 3
 
 
@@ -483,12 +483,12 @@ def test_newer_releases_wait_for_records_with_kv() -> None:
         return True, False
 
     other = threading.Thread(
-        target=lambda: awaited.with_records(await_handles, ["other"], failure_seen=False)
+        target=lambda: awaited.with_ours(await_handles, ["other"], failure_seen=False)
     )
     other.start()
     other.join()
     for handles in (["kv", "aux"], []):
-        assert awaited.with_records(await_handles, handles, failure_seen=True) == (True, False)
+        assert awaited.with_ours(await_handles, handles, failure_seen=True) == (True, False)
     assert waits == [(["other"], False), (["kv", "aux", "records"], True), ([], True)]
 
 

@@ -16,7 +16,14 @@ import numpy as np
 from ..transfer.layout import TransferLayout
 from .record_sender import Arrive, RecordSender, Sides, wrap_method
 
-__all__ = ["Passenger", "beside", "send_promised", "sender_over_nixl", "waiting_in"]
+__all__ = [
+    "Passenger",
+    "beside",
+    "send_promised",
+    "sender_over_nixl",
+    "settling_in",
+    "waiting_in",
+]
 
 _DEVICE = "VRAM"  # SGLang registers all states as memory of the device
 Posted = Callable[[Any], Arrive]  # of the handle of a transfer
@@ -96,7 +103,9 @@ class Passenger:
             handle = post_kv()
         finally:
             self._sides.waiting = []
-        return beside(self._agent, lambda: handle, otherwise) if waiting else handle
+        if not waiting:
+            return handle
+        return beside(lambda: handle, otherwise, settling_in(self._agent))
 
     def _describe(
         self, original: Callable[..., Any], blocks: Any, kind: Any = None, *args: Any, **more: Any
@@ -107,20 +116,34 @@ class Passenger:
         return original(blocks, kind, *args, **more)
 
 
-def beside(agent: Any, post_kv: Callable[[], Any], post_records: Callable[[], object]) -> Any:
+def beside(
+    post_kv: Callable[[], Any],
+    post_records: Callable[[], object],
+    give_up: Callable[[Any], object],
+) -> Any:
     """What `post_kv` returns, the handle of SGLang's own transfer, when `post_records` has returned, too.
 
-    After an error of the records KV is not under way any more: the slots of the request go to others.
+    After an error of the records the slots of the request go to others. Then `give_up` gets each handle of KV, which
+    may still be under way.
     """
     handle = post_kv()
     try:
         post_records()
     except _errors():
         for each in handle if isinstance(handle, (list, tuple)) else [handle]:
-            with suppress(Exception):
-                _settle(agent, each)
+            give_up(each)
         raise
     return handle
+
+
+def settling_in(agent: Any) -> Callable[[Any], None]:
+    """Waits for the end of KV that is given up, where its release has no function that does."""
+
+    def give_up(handle: Any) -> None:
+        with suppress(Exception):  # SGLang fails the request in any case, and says why
+            _settle(agent, handle)
+
+    return give_up
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -34,7 +34,7 @@ def tells_of_success() -> bool:
 
 
 class _Awaited(threading.local):
-    """Transfers of records that a thread has posted, and for which it has not waited yet."""
+    """Transfers that a thread has posted, and for which it has not waited yet: of records, and of KV without them."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -43,21 +43,27 @@ class _Awaited(threading.local):
         self._handles.append(handle)
         return at_once
 
-    def with_records(
+    def with_ours(
         self, original: Callable[..., Any], handles: Sequence[Any], *args: Any, **more: Any
     ) -> Any:
-        """SGLang waits for all transfers of a chunk, and fails the request with any of them."""
-        records, self._handles = self._handles, []
-        return original([*handles, *records], *args, **more)
+        """SGLang waits for all transfers of a chunk, and fails the request with any of them.
+
+        After a failure it waits for a limited time, and the peer keeps the slots of what may still be under way.
+        """
+        ours, self._handles = self._handles, []
+        return original([*handles, *ours], *args, **more)
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    agent, awaited, early = kv_manager.agent, _Awaited(), EarlyChunks()
+    awaited, early = _Awaited(), EarlyChunks()
     sender = sender_over_nixl(kv_manager, layout, awaited.posted)
 
     def send_records(peer: str, source: Any, pages: Any, target: Any) -> None:
         sender.contained(peer, early.await_forward, source)
         sender.send(peer, pages, target)
+
+    def post(post_kv: Callable[[], Any], *records: Any) -> Any:
+        return beside(post_kv, functools.partial(send_records, *records), awaited.posted)
 
     def queue(original: Callable[..., Any], room: int, pages: Any, *args: Any, **more: Any) -> Any:
         attempt_aside(early.note, pages, more.get("wait_event"))
@@ -68,12 +74,12 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     ) -> Any:
         pages = as_they_are(source)
         post_kv = functools.partial(original, peer, pages, *args, **more)
-        return beside(agent, post_kv, functools.partial(send_records, peer, source, pages, args[1]))
+        return post(post_kv, peer, source, pages, args[1])
 
     def send_slice(original: Callable[..., Any], peer: str, source: Any, target: Any) -> Any:
         pages = as_they_are(source)
         post_kv = functools.partial(original, peer, pages, target)
-        return beside(agent, post_kv, functools.partial(send_records, peer, source, pages, target))
+        return post(post_kv, peer, source, pages, target)
 
     def send_state(
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
@@ -89,7 +95,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         return original(**what)
 
     wrap_method(kv_manager, "add_transfer_request", queue)
-    wrap_method(kv_manager, "_await_handles", awaited.with_records)
+    wrap_method(kv_manager, "_await_handles", awaited.with_ours)
     wrap_method(kv_manager, "send_kvcache", send_kv)
     wrap_method(kv_manager, "send_kvcache_slice", send_slice)
     wrap_method(kv_manager, "maybe_send_extra", send_state)

@@ -15,7 +15,7 @@ from ...transfer.notice import NoticeBoard
 from ..containment.abort import message
 from ..context import context
 from ..guard import attempt_aside
-from ..nixl import beside, sender_over_nixl, waiting_in
+from ..nixl import beside, sender_over_nixl, settling_in, waiting_in
 from ..nixl_notices import attach_receiver, room_of_last, with_notice
 from ..record_sender import as_they_are, wrap_method
 from ..transfer_answers import Transport
@@ -60,7 +60,8 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         pages = as_they_are(source)
         send = functools.partial(send_records, peer, source, pages, target)
         if room_of_last(notification) is None:
-            return beside(agent, functools.partial(post, pages, notification), send)
+            post_kv = functools.partial(post, pages, notification)
+            return beside(post_kv, send, settling_in(agent))
         refuse_damaged(notification)
         send()
         return post(pages, noted(peer, notification))
