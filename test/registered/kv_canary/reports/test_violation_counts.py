@@ -514,7 +514,7 @@ def test_findings_that_a_flood_leaves_out_are_no_evidence(slots: range) -> None:
     """One record alone is wrong, or those about the others are among what is only counted."""
     ring, is_flood = Ring(2048), len(slots) > MOST_TAKEN
     _flood(ring, slots, 8)
-    while not (causes := ring.reporter.causes_about(lambda c: "TOKEN" in c.first.reasons, 1)):
+    while not (causes := ring.reporter.causes_about(lambda c: "TOKEN" in c.first.reasons, 1)[0]):
         for tag in (
             (0, 1, 4, 5) if is_flood else (0,)
         ):  # both halves, before the forward and after it

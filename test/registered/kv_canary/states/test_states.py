@@ -382,7 +382,7 @@ def test_a_slot_that_does_not_exist() -> None:
     rig.watch.ledger.used(10**6, Use(a, Actor(9, 1, "DECODE", "a", 9), 40, 41, None, 0))
     assert not rig.watch.ledger.goes_on(-1, a, 40)
     assert rig.settle() == ["SLOT_OUT_OF_RANGE"]
-    (cause,) = rig.manager.violations.causes_about(lambda _: True, 1)
+    ((cause,), _) = rig.manager.violations.causes_about(lambda _: True, 1)
     assert "does not exist" in cause[1]
 
 
