@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import sys
@@ -19,7 +20,9 @@ from sglang_kv_canary.analysis.overview import Overview
 from sglang_kv_canary.analysis.text import as_text
 from sglang_kv_canary.cli.report import main
 from sglang_kv_canary.record import Reason
+from sglang_kv_canary.reports import event_sink
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
+from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary_rigs.event_folder import POSITION, SLOT, active, write_events, write_folder
 from sglang_kv_canary_rigs.largest_file import largest_file
 from sglang_kv_canary_rigs.volume import volume
@@ -159,6 +162,31 @@ def test_processes_of_the_same_rank_have_names_of_their_own(tmp_path: Path) -> N
     assert "tp0 gpu7 pid 100" in labels
     assert "tp0 gpu7 pid 7" in labels
     assert "tp0 gpu8 pid 7" in labels
+
+
+def _health(*problems: str) -> dict[str, Any]:
+    fields = {"tags": [], "step": None, "forwards": None}
+    return {"event": "health", "healthy": not problems, "problems": list(problems), **fields}
+
+
+def _checking(checking: bool) -> dict[str, Any]:
+    return {"event": "checking", "checking": checking, "reason": "flush"}
+
+
+@pytest.mark.parametrize("back", [0.0, 3600.0])
+def test_the_last_event_is_the_last_that_was_written(
+    back: float, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Also if the clock has been set back before it."""
+    sink = EventSink(str(tmp_path / "events.jsonl"), 0).for_runner("target")
+    stops = [_health("did not run: TAIL_K_FULL"), _checking(False)]
+    for times, events in ((100.0, [_health(), _checking(True)]), (200.0 - back, stops)):
+        monkeypatch.setattr(event_sink.time, "time", itertools.count(1.79e9 + times).__next__)
+        for event in events:
+            sink.emit(event)
+    shown = _text(tmp_path, capsys)
+    assert re.search(r"^tp0 .* stopped checking$", shown, re.MULTILINE)
+    assert "tp0 is unhealthy: did not run: TAIL_K_FULL" in shown
 
 
 def test_a_server_into_which_faults_are_injected_is_called_one(tmp_path: Path, capsys) -> None:

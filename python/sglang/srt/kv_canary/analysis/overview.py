@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from ..reports.event_loader import (
     SweepPass,
     event_key,
     missing_events,
+    oldest_first,
 )
 from ..reports.rank_file import rank_name
 from ..reports.violation import Actor
@@ -278,11 +279,10 @@ class Overview:
     @classmethod
     def of(cls, servers: Mapping[str, LoadedEvents]) -> Overview:
         """`servers`: by a name that begins the labels of its processes. A single one needs none."""
-        by_process: dict[ProcessKey, list[Event]] = defaultdict(list)
+        unordered: dict[ProcessKey, list[Event]] = defaultdict(list)
         for name, event in _each_once(servers):
-            by_process[_key(name, event)].append(event)
-        for found in by_process.values():
-            found.sort(key=lambda event: event.stamp.time)
+            unordered[_key(name, event)].append(event)
+        by_process = {key: oldest_first(found) for key, found in unordered.items()}
         processes, causes = [], []
         labels = _labels(by_process)
         for key in sorted(by_process, key=lambda key: labels[key]):
@@ -446,7 +446,7 @@ def _key(server: str, event: Event) -> ProcessKey:
     return server, stamp.run or "", stamp.rank, stamp.pp_rank, stamp.dp_rank
 
 
-def _labels(by_process: dict[ProcessKey, list[Event]]) -> dict[ProcessKey, str]:
+def _labels(by_process: Mapping[ProcessKey, Sequence[Event]]) -> dict[ProcessKey, str]:
     """The rank, followed by what tells processes of the same rank apart: host, process id, or a number."""
     names = {key: f"{key[0]} {rank_name(*key[2:])}".strip() for key in by_process}
     homes = {key: next(_homes(events), ("", "")) for key, events in by_process.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from collections import defaultdict
@@ -64,6 +65,7 @@ __all__ = [
     "load_events",
     "load_snapshot",
     "missing_events",
+    "oldest_first",
     "read_events",
     "skipped_files",
     "skipped_problems",
@@ -92,7 +94,7 @@ Watch = Callable[[Iterable[Event | Problem], Path], Iterable[Event | Problem]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedEvents:
-    """The events of some files, oldest first, each once."""
+    """The events of some files, each once, in the order of `oldest_first`."""
 
     events: tuple[Event, ...]
     problems: tuple[Problem, ...]
@@ -185,7 +187,7 @@ def load_events(path: Path, watch: Watch | None = None) -> LoadedEvents:
                 problems.append(found)
             else:
                 events.setdefault(event_key(found), found)
-    ordered = tuple(sorted(events.values(), key=lambda event: event.stamp.time))
+    ordered = oldest_first(events.values())
     return LoadedEvents(ordered, tuple(problems), missing_events(ordered))
 
 
@@ -200,6 +202,18 @@ def event_key(event: Event) -> object:
     stamp = event.stamp
     numbered = stamp.run is not None and stamp.line is not None
     return (stamp.run, stamp.line) if numbered else id(event)
+
+
+def oldest_first(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Those of a process as it wrote them, also if its clock was set back. Processes are merged by time."""
+    latest: dict[str | None, float] = defaultdict(lambda: -math.inf)
+    placed: list[tuple[float, Event]] = []
+    for event in sorted(events, key=lambda event: (event.stamp.line or 0, event.stamp.time)):
+        run, time = event.stamp.run, event.stamp.time
+        if event.stamp.line is not None:
+            latest[run] = time = max(time, latest[run])
+        placed.append((time, event))
+    return tuple(event for _, event in sorted(placed, key=lambda each: each[0]))
 
 
 def missing_events(events: Iterable[Event]) -> dict[str, int]:
