@@ -55,9 +55,14 @@ class CanaryLaunchTag:
     @staticmethod
     def kind_of(name: str) -> PoolKind:
         """The pool kind in a tag's name, or in a name from `free_tag_name`."""
+        return PoolKind(CanaryLaunchTag.kind_name_of(name))
+
+    @staticmethod
+    def kind_name_of(name: str) -> str:
+        """As `kind_of`, also for a kind of a later version."""
         if name.startswith(_FREE):
-            return PoolKind(name.removeprefix(_FREE))
-        return PoolKind(name.split("_", 2)[2])
+            return name.removeprefix(_FREE)
+        return name.split("_", 2)[-1]
 
     @classmethod
     def from_id(cls, tag_id: int) -> CanaryLaunchTag:

@@ -257,6 +257,13 @@ def test_words_of_k_and_v_are_left_out_but_for_their_flipped_bits(
     assert f"({bits} bit" in ChangedWord.from_event(redacted).text()
 
 
+@pytest.mark.parametrize("field", ["was", "size"])
+def test_words_that_are_not_as_expected_are_left_out_whole(field: str) -> None:
+    word = {"size": 2, "was": "0x3f80", "now": "0x3f81", field: "zz"}
+    (redacted,) = Redaction().apply({"scene": {"changed": [word]}})["scene"]["changed"]
+    assert (redacted["was"], redacted["now"]) == (REMOVED, REMOVED)
+
+
 @pytest.mark.parametrize("what", ["itself", "link", "other"])
 def test_evidence_is_not_overwritten(what: str, folder: Path, tmp_path: Path) -> None:
     file, other, *_ = sorted(folder.iterdir())

@@ -530,16 +530,15 @@ def _hostile(folder: Path) -> None:
 
     def soil(value: Any) -> Any:
         if isinstance(value, dict):
-            if "pid" in value:
-                value = {**value, "pid": f"{HOSTILE}{value['pid']}"}
             if "rank" in value:
                 value = {**value, "rank": 0}
+            host = {"host": f"{HOSTILE}{value['pid']}"} if "pid" in value else {}
             return {
                 k: HOSTILE
-                if k in ("request_id", "host", "model", "sentence", "reason", "mode", "state")
+                if k in ("request_id", "model", "sentence", "reason", "mode", "state")
                 and not (k == "mode" and value.get("event") == "active")
                 else soil(v)
-                for k, v in value.items()
+                for k, v in {**value, **host}.items()
             }
         return [soil(v) for v in value] if isinstance(value, list) else value
 
@@ -555,7 +554,7 @@ def test_text_from_strangers_is_neither_run_nor_printed_raw(
     page = _page(folder, tmp_path / "page.html", draws=True)
     shown = _text(folder, capsys)
     assert "&lt;script&gt;alert(" in page
-    assert re.search(r"<text[^>]*>tp0 pid &lt;", page)  # a label of a plot
+    assert re.search(r"<text[^>]*>tp0 &lt;", page)  # a label of a plot
     for text in (page, shown):
         assert "\x1b" not in text
         assert "\u202e" not in text
@@ -678,6 +677,16 @@ def test_names_of_later_versions_break_nothing_and_are_not_printed_raw(
     assert "LATER_" in page
     assert "<script" not in page
     assert ("a launch tag that this version does not know" in page) == (field == "tag")
+
+
+def test_a_pool_of_a_later_version_is_shown(folder: Path, tmp_path: Path, capsys) -> None:
+    violation, cause = _templates(folder)
+    found = [{**violation, "tag": "HEAD_K_C9"}, {**cause, "pool": "C9", "tags": ["HEAD_K_C9"]}]
+    path = write_events(tmp_path / "later.jsonl", [active(0), *found])
+    shown = _text(path, capsys)
+    assert "HEAD, K of C9" in shown
+    assert "could not be read" not in shown
+    assert "Pool C9" in _page(path, tmp_path / "page.html")
 
 
 def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:

@@ -31,6 +31,7 @@ from sglang_kv_canary.reports.event_loader import (
 from sglang_kv_canary.reports.event_sink import SCHEMA, EventSink
 from sglang_kv_canary.reports.event_types import event_of
 from sglang_kv_canary_rigs.checkout import DOCS
+from sglang_kv_canary_rigs.event_folder import active, write_folder
 from sglang_kv_canary_rigs.event_schema import kinds, problems_of, schema
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -229,6 +230,60 @@ def test_names_of_another_type_are_a_problem(
     event_of(event)
     with pytest.raises(EventFormatError, match=f"{kind}: expected .* under '{field}'"):
         event_of({**event, field: value})
+
+
+WRONG_TYPES = [
+    ("violation", "reader", None),
+    ("violation", "reader", {"forward": 1, "row": 1, "mode": "X", "request_id": [], "step": 0}),
+    ("violation", "slot", "5"),
+    ("violation", "line", 2**70),
+    ("cause", "findings", None),
+    ("cause", "tags", None),
+    ("cause", "readers", [None]),
+    ("cause", "extent", {"slots": 1}),
+    ("cause", "history", [{"what": "free"}]),
+    ("containment", "aborted", None),
+    ("containment", "withheld", [{"pool": "SWA"}]),
+    ("findings_lost", "since", None),
+    ("findings_lost", "since", float("nan")),
+    ("statistics", "coverage", "x"),
+    ("statistics", "checked", {"HEAD_K_FULL": None}),
+    ("active", "pools", None),
+    ("active", "halves", {"FULL": None}),
+]
+
+
+@pytest.fixture(scope="module")
+def one_of_each(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """An event of each kind in WRONG_TYPES."""
+    events = lines_of(write_folder(tmp_path_factory.mktemp("f"), 1) / "events.tp0.jsonl")
+    done = {"aborted": [], "answered": [], "dropped": 0, "withheld": [{"pool": "SWA", "slot": 6}]}
+    lost = {"why": "dropped", "findings": 1, "first_forward": 1, "last_forward": 1, "since": 1.0}
+    events += [{**active(0), "event": "containment", **done}]
+    events += [{**active(0), "event": "findings_lost", **lost}]
+    return {event["event"]: event for event in events}
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), WRONG_TYPES, ids=str)
+def test_a_field_of_another_type_is_a_problem(
+    one_of_each: dict[str, dict[str, Any]], kind: str, field: str, value: object
+) -> None:
+    """It ended the report in a traceback."""
+    event = one_of_each[kind]
+    event_of(event)
+    with pytest.raises(EventFormatError, match=f"{kind}: "):
+        event_of({**event, field: value})
+
+
+def test_a_cause_that_no_report_can_show_is_a_problem(
+    one_of_each: dict[str, dict[str, Any]],
+) -> None:
+    """There is a SWA slot for some of the row's entries only."""
+    event = one_of_each["cause"]
+    scene = event["scene"]
+    event_of({**event, "scene": {**scene, "mapped": scene["entries"]}})
+    with pytest.raises(EventFormatError, match="cause: IndexError"):
+        event_of({**event, "scene": {**scene, "mapped": scene["entries"][:1]}})
 
 
 def test_bytes_that_are_no_text_are_a_problem(tmp_path: Path) -> None:

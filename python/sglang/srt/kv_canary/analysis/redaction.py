@@ -101,8 +101,11 @@ def _without_words(changed: Any) -> Any:
     """
     if not isinstance(changed, Mapping) or not {"was", "now", "size"} <= changed.keys():
         return changed
-    flipped = int(changed["was"], 16) ^ int(changed["now"], 16)
+    try:
+        flipped = int(changed["was"], 16) ^ int(changed["now"], 16)
+        digits = 2 * int(changed["size"])
+    except (TypeError, ValueError):  # not as this version writes it
+        return {**changed, "was": REMOVED, "now": REMOVED}
     if flipped.bit_count() > 1:
         flipped = (1 << flipped.bit_count()) - 1
-    digits = 2 * changed["size"]
     return {**changed, "was": f"0x{0:0{digits}x}", "now": f"0x{flipped:0{digits}x}"}

@@ -136,7 +136,7 @@ def contained_rows(overview: Overview) -> list[tuple[str, ...]]:
     ]
     for process in overview.processes:
         for event in process.contained:
-            withheld = ", ".join(f"{slot['pool']} slot {slot['slot']}" for slot in event.withheld)
+            withheld = ", ".join(f"{slot.pool} slot {slot.slot}" for slot in event.withheld)
             names = (_ids(event.aborted), _ids(event.answered), str(event.dropped), withheld)
             rows.append((process.label, utc(event.stamp.time), *(name or "-" for name in names)))
     return rows

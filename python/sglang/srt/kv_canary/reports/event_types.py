@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from .event_sink import SCHEMA
 from .extent import Extent
+from .field_types import wrong_field
 from .story import Story
 from .violation import Actor, Violation
 
@@ -159,13 +160,21 @@ class Checking(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WithheldSlot:
+    """Its memory may be bad."""
+
+    pool: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Containment(Event):
     """What was done about damage: SGLANG_KV_CANARY_ACTION=abort."""
 
     aborted: tuple[str, ...]  # request ids
     answered: tuple[str, ...]  # request ids, too late to end
     dropped: int
-    withheld: tuple[Mapping[str, Any], ...]  # pool and slot
+    withheld: tuple[WithheldSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +203,6 @@ _TYPES: dict[str, type[Event]] = {
 }
 
 
-_STAMP_TYPES: dict[str, type] = {
-    "run": str,
-    "line": int,
-    "runner": str,
-    "rank": int,
-    "pp_rank": int,
-    "dp_rank": int,
-}
-_TYPE_NAMES = {str: "text", int: "a whole number"}
-
-
 def stamp_of(values: Mapping[str, Any]) -> Stamp:
     """Raises TypeError if there is no time or rank."""
     return _build(Stamp, values)
@@ -219,33 +217,23 @@ def event_of(values: Any) -> Event:
         raise EventFormatError(
             f"schema {schema!r}: this version reads schemas up to {SCHEMA}. Use a newer one"
         )
-    if not isinstance(values.get("time"), (int, float)):
-        raise EventFormatError(f"{kind}: expected a number under 'time'")
-    _check_names(kind, values)
+    if kind in ("violation", "cause") and not _are_names(values.get("reasons")):
+        raise EventFormatError(f"{kind}: expected a list of names under 'reasons'")
     try:
         own = {"kind": kind, "stamp": stamp_of(values), "fields": values}
-        event_type = _TYPES.get(kind, Event)
-        return _build(event_type, {**_resolved(kind, values), **own})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        event = _build(_TYPES.get(kind, Event), {**_resolved(kind, values), **own})
+        problem = wrong_field(event)
+        if not problem and isinstance(event, CauseTold):
+            event.story.details()  # raises for what no report can show
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EventFormatError(f"{kind}: {type(error).__name__}: {error}") from error
+    if problem:
+        raise EventFormatError(f"{kind}: {problem}")
+    return event
 
 
-def _check_names(kind: str, values: Mapping[str, Any]) -> None:
-    """Checks the types of the fields that identify and group events. Raises EventFormatError."""
-    for field, expected in _STAMP_TYPES.items():
-        value = values.get(field)
-        if value is not None and type(value) is not expected:
-            raise EventFormatError(f"{kind}: expected {_TYPE_NAMES[expected]} under {field!r}")
-    reasons = values.get("reasons")
-    if kind in ("violation", "cause") and not (reasons and _are_texts(reasons)):
-        raise EventFormatError(f"{kind}: expected a list of names under 'reasons'")
-    name = {"violation": "tag", "cause": "pool"}.get(kind)
-    if name is not None and not isinstance(values.get(name), str):
-        raise EventFormatError(f"{kind}: expected a name under {name!r}")
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+def _are_names(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
 
 
 def _resolved(kind: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +247,9 @@ def _resolved(kind: str, values: dict[str, Any]) -> dict[str, Any]:
             "story": Story.from_event(values),
             "extent": None if extent is None else _build(Extent, extent),
         }
+    if kind == "containment":
+        withheld = tuple(_build(WithheldSlot, slot) for slot in values["withheld"])
+        return {**values, "withheld": withheld}
     if kind == "sweep_pass":
         return {**values, "number": values["pass"]}
     return values

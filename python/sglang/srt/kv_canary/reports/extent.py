@@ -60,7 +60,7 @@ def parts_of(tags: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...], t
     sides = {part[0] for part in split}
     known = tuple(side for side in order if side in sides)
     halves = sorted({part[1] for part in split if len(part) == 3})
-    kinds = dict.fromkeys(CanaryLaunchTag.kind_of("_".join(part)).value for part in split)
+    kinds = dict.fromkeys(CanaryLaunchTag.kind_name_of("_".join(part)) for part in split)
     return known + tuple(sorted(sides.difference(order))), tuple(halves), tuple(kinds)
 
 

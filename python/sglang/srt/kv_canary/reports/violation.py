@@ -349,7 +349,7 @@ def _differences(v: Violation) -> list[str]:
             lines.append(f"  {name:<10} expected {show(expected)}, found {show(stored)}")
     if v.token_field == "fold" and v.stored_token is not None:
         lines.append("  fold       32 bits of the chain over the slot's tokens: no token id")
-    if v.content_now is not None:
+    if v.content_now is not None and v.content_written is not None:
         lines.append(
             f"  content    written {_hex(v.content_written)}, now {_hex(v.content_now)}"
             f" (position {v.stored_position}, {v.token_field} {v.stored_token})"
