@@ -70,7 +70,7 @@ class RecordNow:
 
     slot: int
     position: int
-    token: int
+    token: int | None  # None: taken out by `kv-canary bundle`
     chain: int
     content: int
     state: str  # "damaged" if the writer word is
