@@ -18,12 +18,14 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.analysis.bundle import FOLDER, write_bundle
 from sglang_kv_canary.analysis.redaction import REMOVED, Redaction
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.reports.event_types import event_of
 from sglang_kv_canary.reports.scene_facts import ChangedWord
 from sglang_kv_canary_rigs.event_folder import write_folder
 from sglang_kv_canary_rigs.event_schema import problems_of
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.largest_file import largest_file
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rotating_server import RotatingServer
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
@@ -127,6 +129,7 @@ def test_no_token_id_stays_in_the_words_of_a_scene() -> None:
 def test_redacted_events_are_events_still(folder: Path, tmp_path: Path) -> None:
     events = _events(_pack(folder, tmp_path / "bundle.tar.gz", Redaction(names=True)))
     assert [problem for event in events for problem in problems_of(event)] == []
+    assert [event_of(event).kind for event in events] == [event["event"] for event in events]
 
 
 def test_with_tokens_events_are_as_they_were(folder: Path, tmp_path: Path) -> None:
@@ -211,6 +214,22 @@ def test_what_is_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     assert "1 line and 1 file could not be read" in report
     manifest = json.loads(packed["manifest.json"])
     assert (manifest["lines_left_out"], manifest["files_left_out"]) == (1, ["events.tp0.jsonl.zst"])
+
+
+@pytest.mark.parametrize("files", [99, 5], ids=["moved", "deleted"])
+def test_files_that_a_server_rotates_meantime_are_packed(tmp_path: Path, files: int) -> None:
+    """Each event once. The names that the files had and have are both in use."""
+    (folder := tmp_path / "events").mkdir()
+    server = RotatingServer(folder, files=files, before=50, during=100, at_end=files == 99)
+    out = tmp_path / "bundle.tar.gz"
+    manifest = write_bundle(folder, out, Redaction(), TEXTS, server.watch)
+    with tarfile.open(out) as archive:
+        packed = {m.name: archive.extractfile(m).read() for m in archive.getmembers()}  # type: ignore[union-attr]
+    copies = [data for name, data in packed.items() if name.startswith(f"{FOLDER}/events/")]
+    lines = [json.loads(line)["line"] for data in copies for line in data.splitlines()]
+    assert manifest.events == len(lines) == len(set(lines))
+    assert (len(lines) == server.events) == (files == 99)
+    assert (b"in no file" in packed[f"{FOLDER}/report.txt"]) == (files == 5)
 
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"

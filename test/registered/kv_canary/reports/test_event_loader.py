@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sglang_kv_canary.reports.event_loader import (
     Found,
     Health,
     LoadedEvents,
+    Problem,
     SweepPass,
     event_files,
     load_events,
@@ -34,6 +35,7 @@ from sglang_kv_canary_rigs.checkout import DOCS
 from sglang_kv_canary_rigs.event_folder import active, write_folder
 from sglang_kv_canary_rigs.event_schema import kinds, problems_of, schema
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rotating_server import RotatingServer
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -361,6 +363,41 @@ def test_no_event_file_is_an_error_that_says_what_was_expected(tmp_path: Path, n
 def test_a_line_in_two_files_counts_once(found: Path) -> None:
     (found.parent / "copy.jsonl").write_bytes(found.read_bytes())
     assert load_events(found.parent) == load_events(found)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("during", [100, 0])
+def test_files_that_are_moved_meantime_are_read(tmp_path: Path, during: int, at_end: bool) -> None:
+    server = RotatingServer(tmp_path, files=99, before=50, during=during, at_end=at_end)
+    before = len(event_files(tmp_path))
+    loaded = load_events(tmp_path, server.watch)
+    assert [event.stamp.line for event in loaded.events] == list(range(1, server.events + 1))
+    assert (loaded.missing, loaded.problems) == ({}, ())
+    assert (len(event_files(tmp_path)) > before + 2) == bool(during)
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_file_that_is_deleted_meantime_is_a_problem(tmp_path: Path, is_deleted: bool) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        write_lines(tmp_path / name, a_line(name=name))
+
+    def watch(lines: Iterable[Event | Problem], file: Path) -> Iterable[Event | Problem]:
+        if is_deleted:
+            (tmp_path / "b.jsonl").unlink(missing_ok=True)
+        return lines
+
+    loaded = load_events(tmp_path, watch)
+    assert len(loaded.events) == 3 - is_deleted
+    gone = Problem(tmp_path / "b.jsonl", WHOLE_FILE, "deleted before it was read")
+    assert loaded.problems == (gone,) * is_deleted
+
+
+@pytest.mark.parametrize("during", [100, 0])
+def test_what_a_server_deletes_meantime_is_counted(tmp_path: Path, during: int) -> None:
+    server = RotatingServer(tmp_path, files=5, before=50, during=during, at_end=False)
+    loaded = load_events(tmp_path, server.watch)
+    assert loaded.events[-1].stamp.line == server.events == 50 + during
+    assert sum(loaded.missing.values()) == server.events - len(loaded.events)
 
 
 def test_lines_without_a_number_are_all_kept(tmp_path: Path) -> None:

@@ -7,21 +7,20 @@ import io
 import json
 import tarfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..reports.event_loader import (
+    WHOLE_FILE,
+    Event,
+    EventReading,
     Problem,
     Watch,
-    event_files,
     is_event_file_name,
     load_events,
-    read_events,
-    skipped_files,
-    skipped_problems,
 )
 from .output import PRIVATE, check_output, whole_file
 from .overview import Overview
@@ -37,7 +36,7 @@ WIDTH = 120
 
 @dataclass(slots=True)
 class Manifest:
-    """What the archive holds. `lines_left_out`: those that are no events. `files_left_out`: see `skipped_files`."""
+    """What the archive holds. `lines_left_out`: those that are no events. `files_left_out`: those that are not read."""
 
     created: str  # UTC
     token_ids: bool
@@ -65,14 +64,15 @@ def write_bundle(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         token_ids=not redaction.token_ids,
         names=not redaction.names,
-        files_left_out=[file.name for file in skipped_files(path)],
     )
-    files = event_files(path)
-    left_out = list(skipped_problems(path))
+    reading = EventReading(path, watch)
     with TemporaryDirectory() as scratch:
-        copies = [Path(scratch, name) for name in _copy_names(files)]
-        for file, copy in zip(files, copies, strict=True):
-            left_out += _copied(file, copy, redaction, manifest, watch)
+        copies: list[Path] = []
+        for file, events in reading.files():
+            copies.append(Path(scratch, _copy_name(file, copies)))
+            manifest.events += _copied(events, copies[-1], redaction)
+        left_out = reading.problems
+        manifest.files_left_out = [each.file.name for each in left_out if each.line == WHOLE_FILE]
         manifest.lines_left_out = len(left_out) - len(manifest.files_left_out)
         packed = {"report.txt": _report(Path(scratch), left_out), **texts}
         with whole_file(output, PRIVATE) as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
@@ -85,41 +85,32 @@ def write_bundle(
     return manifest
 
 
-def _copy_names(files: Iterable[Path]) -> list[str]:
-    """Names of unpacked copies, each of them unique, and that of an event file."""
-    names: list[str] = []
-    for number, file in enumerate(files, 1):
-        name = file.name.removesuffix(".gz")
-        name = name if is_event_file_name(name) else f"{name}.jsonl"
-        names.append(f"{number}-{name}" if name in names else name)
-    return names
+def _copy_name(file: Path, copies: Sequence[Path]) -> str:
+    """Name of an unpacked copy: that of an event file, and none of `copies` has it."""
+    name = file.name.removesuffix(".gz")
+    name = name if is_event_file_name(name) else f"{name}.jsonl"
+    is_taken = any(copy.name == name for copy in copies)
+    return f"{len(copies) + 1}-{name}" if is_taken else name
 
 
 def _report(folder: Path, left_out: Iterable[Problem]) -> str:
     """About the copies in `folder`. It says what of the originals is not in them, and quotes nothing of that."""
-    problems = tuple(
-        Problem(each.file, each.line, "left out of this archive: no event") for each in left_out
-    )
+    no_event = "left out of this archive: no event"
+    problems = tuple(p if p.line == WHOLE_FILE else replace(p, what=no_event) for p in left_out)
     loaded = replace(load_events(folder), problems=problems)
     overview = Overview.of({"": loaded})
     lines = as_text(overview, most_causes=MOST_CAUSES, width=WIDTH, colour=False)
     return "\n".join(lines) + "\n"
 
 
-def _copied(
-    file: Path, copy: Path, redaction: Redaction, manifest: Manifest, watch: Watch | None
-) -> list[Problem]:
-    """Writes an unpacked copy of an event file, redacted. Returns what of it is no event."""
-    left_out = []
-    lines: Iterable[Any] = read_events(file)
+def _copied(events: Iterable[Event], copy: Path, redaction: Redaction) -> int:
+    """Writes an unpacked copy of an event file, redacted. Returns the number of its events."""
+    number = 0
     with copy.open("w") as out:
-        for found in lines if watch is None else watch(lines, file):
-            if isinstance(found, Problem):
-                left_out.append(found)
-                continue
-            manifest.events += 1
-            out.write(json.dumps(redaction.apply(found.fields)) + "\n")
-    return left_out
+        for event in events:
+            number += 1
+            out.write(json.dumps(redaction.apply(event.fields)) + "\n")
+    return number
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes, manifest: Manifest) -> None:

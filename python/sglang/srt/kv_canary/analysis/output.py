@@ -24,10 +24,17 @@ def check_output(output: Path, inputs: Iterable[Path]) -> None:
     if not output.is_file():
         return
     files = (file for path in inputs for file in event_files(path))
-    if is_evidence(output) or any(output.samefile(file) for file in files):
+    if is_evidence(output) or any(_is_same(output, file) for file in files):
         raise OutputIsInput(
             f"{str(output)!r} is an event file or a snapshot, and is not overwritten: choose another name with -o"
         )
+
+
+def _is_same(output: Path, file: Path) -> bool:
+    try:
+        return output.samefile(file)
+    except FileNotFoundError:  # a server has deleted it
+        return False
 
 
 @contextmanager

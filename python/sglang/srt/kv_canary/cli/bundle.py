@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{manifest.lines_left_out} lines are left out: they are no events.")
     if manifest.files_left_out:
         names = ", ".join(printable_text(name) for name in manifest.files_left_out)
-        print(f"These files are left out: {names}. By their names they are no event files.")
+        print(f"These files are left out: {names}. report.txt says why.")
     kept = ["token ids"] * args.with_tokens
     kept += [] if args.hide_names else ["request ids", "host names", "paths"]
     if kept:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from .event_types import (
     Active,
@@ -47,6 +49,7 @@ __all__ = [
     "Containment",
     "Event",
     "EventFormatError",
+    "EventReading",
     "FindingsLost",
     "Found",
     "Health",
@@ -66,7 +69,6 @@ __all__ = [
     "load_snapshot",
     "missing_events",
     "oldest_first",
-    "read_events",
     "skipped_files",
     "skipped_problems",
 ]
@@ -77,6 +79,8 @@ _SIMILAR = ".jsonl"  # in the name of a file that may be an event file
 _RESULTS = (".html", ".txt", ".tgz", ".tar.gz")  # names that reports and archives about one have
 _SNAPSHOT = re.compile(r"snapshot\..*\.json")
 WHOLE_FILE = 0
+MOST_LISTINGS = 10  # of a folder: a flood may fill files faster than they are read
+FileId = tuple[int, int]
 E = TypeVar("E", bound=Event)
 
 
@@ -110,14 +114,19 @@ def event_files(path: Path) -> tuple[Path, ...]:
 
     Raises FileNotFoundError if there are none.
     """
-    if path.is_file():
-        return (path,)
-    found = [(match, file) for file in _listed(path) if (match := _NAME.fullmatch(file.name))]
-    if not found:
+    files = _files_at(path)
+    if not files:
         raise FileNotFoundError(
             f"no event file at {str(path)!r}: expected a file, or a folder with files named *.jsonl, *.jsonl.N, "
             "*.jsonl-DATE or *.jsonl.gz"
         )
+    return files
+
+
+def _files_at(path: Path) -> tuple[Path, ...]:
+    if path.is_file():
+        return (path,)
+    found = [(match, file) for file in _listed(path) if (match := _NAME.fullmatch(file.name))]
     return tuple(file for _, file in sorted(found, key=lambda each: _order(each[0])))
 
 
@@ -150,17 +159,16 @@ def _order(name: re.Match[str]) -> tuple[str, float]:
     return name["stem"], float((name["number"] or "inf").replace("-", ""))
 
 
-def read_events(file: Path) -> Iterator[Event | Problem]:
+def _lines_of(file: Path, opened: BinaryIO) -> Iterator[Event | Problem]:
     """The lines of one event file, also a packed one (`.gz`). Empty lines are skipped."""
-    opener = gzip.open if file.suffix == ".gz" else open
     number = 0
-    with opener(file, "rb") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _parsed(file, number, line)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            yield Problem(file, number + 1, f"the archive is damaged from here on: {error}")
+    lines: Iterable[bytes] = gzip.GzipFile(fileobj=opened) if file.suffix == ".gz" else opened
+    try:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _parsed(file, number, line)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield Problem(file, number + 1, f"the archive is damaged from here on: {error}")
 
 
 def _parsed(file: Path, number: int, line: bytes) -> Event | Problem:
@@ -178,17 +186,89 @@ def load_events(path: Path, watch: Watch | None = None) -> LoadedEvents:
     Lines that are in several files count once. Raises FileNotFoundError if there is no event file, and OSError for a
     file that cannot be read.
     """
+    reading = EventReading(path, watch)
     events: dict[object, Event] = {}
-    problems = list(skipped_problems(path))
-    for file in event_files(path):
-        lines: Iterable[Event | Problem] = read_events(file)
-        for found in lines if watch is None else watch(lines, file):
+    for _, found in reading.files():
+        for event in found:
+            events.setdefault(event_key(event), event)
+    ordered = oldest_first(events.values())
+    return LoadedEvents(ordered, reading.problems, missing_events(ordered))
+
+
+class EventReading:
+    """Reads the event files at `path`, also while a server moves and deletes them.
+
+    `watch` passes on what is read of a file, and may show progress.
+    """
+
+    def __init__(self, path: Path, watch: Watch | None = None) -> None:
+        self._path = path
+        self._watch = watch
+        self._read: set[tuple[FileId, Path]] = set()
+        self._gone: dict[FileId, Path] = {}
+        self._problems: dict[FileId, list[Problem]] = {}  # of the last reading of each file
+        self._lines: set[tuple[str, int]] = set()
+
+    def files(self) -> Iterator[tuple[Path, Iterator[Event]]]:
+        """Each file with those of its events that no file before had. Read all of one before you ask for the next.
+
+        Raises FileNotFoundError if there is no event file, and OSError for a file that cannot be read.
+        """
+        event_files(self._path)
+        for _ in range(MOST_LISTINGS):
+            listed = [each for each in _identified(self._path) if each not in self._read]
+            if not listed:
+                return
+            for identity, file in listed:
+                try:
+                    opened = file.open("rb")
+                except FileNotFoundError:  # under another name, or deleted
+                    self._gone[identity] = file
+                    continue
+                with opened:
+                    yield file, self._events(file, opened)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What was not read. Complete once all files are read."""
+        known = {identity for identity, _ in self._read}
+        gone = [file for identity, file in self._gone.items() if identity not in known]
+        return (
+            *skipped_problems(self._path),
+            *(problem for found in self._problems.values() for problem in found),
+            *(Problem(file, WHOLE_FILE, "deleted before it was read") for file in gone),
+        )
+
+    def _events(self, file: Path, opened: BinaryIO) -> Iterator[Event]:
+        identity = _identity(os.fstat(opened.fileno()))  # the name may lead to another file by now
+        self._read.add((identity, file))
+        problems = self._problems[identity] = []
+        lines: Iterable[Event | Problem] = _lines_of(file, opened)
+        for found in lines if self._watch is None else self._watch(lines, file):
             if isinstance(found, Problem):
                 problems.append(found)
-            else:
-                events.setdefault(event_key(found), found)
-    ordered = oldest_first(events.values())
-    return LoadedEvents(ordered, tuple(problems), missing_events(ordered))
+            elif self._is_new(found):
+                yield found
+
+    def _is_new(self, event: Event) -> bool:
+        """Or a copy with which a further file begins."""
+        number = _number_of(event)
+        if number is None or event.stamp.repeated:
+            return True
+        is_new = number not in self._lines
+        self._lines.add(number)
+        return is_new
+
+
+def _identified(path: Path) -> Iterator[tuple[FileId, Path]]:
+    for file in _files_at(path):
+        with suppress(FileNotFoundError):
+            yield _identity(file.stat()), file
+
+
+def _identity(stat: os.stat_result) -> FileId:
+    """The same under another name. A deleted file's may be given to a later file."""
+    return stat.st_dev, stat.st_ino
 
 
 def skipped_problems(path: Path) -> Iterator[Problem]:
@@ -199,9 +279,12 @@ def skipped_problems(path: Path) -> Iterator[Problem]:
 
 def event_key(event: Event) -> object:
     """Equal for copies of one line. A line without a number has no copies."""
-    stamp = event.stamp
-    numbered = stamp.run is not None and stamp.line is not None
-    return (stamp.run, stamp.line) if numbered else id(event)
+    return _number_of(event) or id(event)
+
+
+def _number_of(event: Event) -> tuple[str, int] | None:
+    run, line = event.stamp.run, event.stamp.line
+    return None if run is None or line is None else (run, line)
 
 
 def oldest_first(events: Iterable[Event]) -> tuple[Event, ...]:
