@@ -189,6 +189,29 @@ def test_the_last_event_is_the_last_that_was_written(
     assert "tp0 is unhealthy: did not run: TAIL_K_FULL" in shown
 
 
+@pytest.mark.parametrize("sick", ["target", "draft", None])
+@pytest.mark.parametrize("kind", ["health", "checking"])
+def test_one_runner_does_not_hide_the_state_of_the_other(
+    kind: str, sick: str | None, tmp_path: Path, capsys
+) -> None:
+    sink = EventSink(str(tmp_path / "events.jsonl"), 0)
+    for runner in ("target", "draft"):
+        is_well = runner != sick
+        sink.for_runner(runner).emit(_health(*[] if is_well else ["did not run: TAIL_K_FULL"]))
+        if kind == "checking":
+            sink.for_runner(runner).emit(_health())
+            sink.for_runner(runner).emit(_checking(is_well))
+    shown = _text(tmp_path, capsys)
+    place = "tp0 draft" if sick == "draft" else "tp0"
+    state, why = {
+        "health": ("unhealthy", f"{place} is unhealthy: did not run: TAIL_K_FULL"),
+        "checking": ("stopped checking", f"{place} stopped checking after an internal error"),
+    }[kind]
+    state = "healthy" if sick is None else state
+    assert re.search(rf"^tp0 .* {state}$", shown, re.MULTILINE)
+    assert (f"  {why}\n" in shown) == (sick is not None)
+
+
 def test_a_server_into_which_faults_are_injected_is_called_one(tmp_path: Path, capsys) -> None:
     file = write_events(tmp_path / "events.jsonl", [active(0, fault_injection="/tmp/faults")])
     assert "log, fault injection is ON" in _text(file, capsys)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from ..endpoint import CanaryLaunchTag
 from ..reports.event_loader import (
@@ -40,13 +41,14 @@ from .readers import (
     joined_losses,
 )
 
+E = TypeVar("E", bound=Event)
 # Name of its server, run, and ranks: tensor, pipeline, data parallel
 ProcessKey = tuple[str, str, int, int | None, int | None]
 
 
 @dataclass(frozen=True)
 class Process:
-    """One scheduler process: a rank of a server, from a start to its end. Only the last event of each kind counts."""
+    """A scheduler process: a rank of a server, from a start to its end. Of each runner, a kind's last event counts."""
 
     key: ProcessKey
     label: str  # unique
@@ -55,8 +57,7 @@ class Process:
     @cached_property
     def active(self) -> tuple[Active, ...]:
         """One for each runner."""
-        found = [event for event in self.events if isinstance(event, Active)]
-        return tuple({event.stamp.runner: event for event in found}.values())
+        return self._last_of(Active)
 
     @cached_property
     def statistics(self) -> tuple[Statistics, ...]:
@@ -80,19 +81,34 @@ class Process:
         """Findings that no other event tells."""
         return tuple(event for event in self.events if isinstance(event, FindingsLost))
 
-    @property
-    def health(self) -> Health | None:
-        return next((e for e in reversed(self.events) if isinstance(e, Health)), None)
+    @cached_property
+    def health(self) -> tuple[Health, ...]:
+        """One for each runner."""
+        return self._last_of(Health)
+
+    @cached_property
+    def stopped(self) -> tuple[str, ...]:
+        """Runners that do not check any more."""
+        last = self._last_of(Checking)
+        return tuple(runner_of(event) for event in last if not event.checking)
 
     @property
     def state(self) -> str:
-        """Whether it checked to the end, in one word or two."""
-        checking = next((e for e in reversed(self.events) if isinstance(e, Checking)), None)
-        if checking is not None and not checking.checking:
+        """Whether it checked to the end, in one word or two. The worst of its runners."""
+        if self.stopped:
             return "stopped checking"
-        if self.health is None:
+        if not self.health:
             return "unknown"
-        return "healthy" if self.health.healthy else "unhealthy"
+        return "healthy" if all(health.healthy for health in self.health) else "unhealthy"
+
+    def place(self, runner: str) -> str:
+        """Its label, and the runner if that is a draft model's."""
+        return self.label + ("" if runner == "target" else f" {runner}")
+
+    def _last_of(self, kind: type[E]) -> tuple[E, ...]:
+        """The last event of that kind of each runner."""
+        found = [event for event in self.events if isinstance(event, kind)]
+        return tuple({runner_of(event): event for event in found}.values())
 
     @property
     def home(self) -> str:
@@ -217,7 +233,7 @@ class KnownCause:
     @cached_property
     def may_lack_readers(self) -> bool:
         """Whether findings were lost that may be about it."""
-        mine = (lost for lost in self.process.lost if _runner_of(lost) == self.runner)
+        mine = (lost for lost in self.process.lost if runner_of(lost) == self.runner)
         return any(lost.last_forward >= self.forwards[0] for lost in mine)
 
     @cached_property
@@ -228,7 +244,7 @@ class KnownCause:
     @property
     def place(self) -> str:
         """The process, and its runner if that is a draft model's."""
-        return _place(self.process, self.runner)
+        return self.process.place(self.runner)
 
     @property
     def name(self) -> str:
@@ -359,7 +375,7 @@ class Overview:
         lost: dict[str, list[LostFindings]] = defaultdict(list)
         for process in self.processes:
             for event in process.lost:
-                place = _place(process, _runner_of(event))
+                place = process.place(runner_of(event))
                 forwards = event.first_forward, event.last_forward
                 times = event.since, event.stamp.time
                 lost[place].append(LostFindings(place, event.findings, forwards, times))
@@ -432,13 +448,9 @@ def pool_of(tag: str) -> str | None:
         return None
 
 
-def _runner_of(event: Event) -> str:
+def runner_of(event: Event) -> str:
+    """Old events name none."""
     return event.stamp.runner or "target"
-
-
-def _place(process: Process, runner: str) -> str:
-    """The process, and its runner if that is a draft model's."""
-    return process.label + ("" if runner == "target" else f" {runner}")
 
 
 def _key(server: str, event: Event) -> ProcessKey:
@@ -475,7 +487,7 @@ def _causes(process: Process, events: Iterable[Event]) -> Iterator[KnownCause]:
     found: dict[object, list[Found]] = defaultdict(list)
     told: dict[object, list[CauseTold]] = defaultdict(list)
     for event in events:
-        runner = _runner_of(event)
+        runner = runner_of(event)
         if isinstance(event, CauseTold):
             told[runner, event.cause, None].append(event)
         elif isinstance(event, Found):

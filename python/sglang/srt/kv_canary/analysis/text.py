@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from ..reports.event_loader import WHOLE_FILE
 from ..reports.safe_text import printable_text, safe_text
 from ..reports.violation import MAX_REQUEST_ID, runbook_section
-from .overview import Overview, Process, SameCause
+from .overview import Overview, Process, SameCause, runner_of
 from .readers import DamageReader, LostFindings, UnnamedReaders
 
 READERS = "Requests that read damage"
@@ -308,11 +308,12 @@ def _troubles(overview: Overview, paint: _Paint) -> Iterator[str]:
 def troubles(overview: Overview) -> Iterator[str]:
     """Reasons to doubt that the overview is complete."""
     for process in overview.processes:
-        health = process.health
-        if process.state == "stopped checking":
-            yield f"{process.label} stopped checking after an internal error"
-        if health is not None and not health.healthy:
-            yield f"{process.label} is unhealthy: {'; '.join(health.problems)}"
+        for runner in process.stopped:
+            yield f"{process.place(runner)} stopped checking after an internal error"
+        for health in process.health:
+            if not health.healthy:
+                place = process.place(runner_of(health))
+                yield f"{place} is unhealthy: {'; '.join(health.problems)}"
         for error in process.errors[:1]:
             yield f"{process.label} had internal errors, the first in {error.where}: {error.error}"
     for label, lost in overview.missing.items():
