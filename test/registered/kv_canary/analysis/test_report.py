@@ -23,8 +23,16 @@ from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports import event_sink
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary.reports.event_sink import EventSink
-from sglang_kv_canary_rigs.event_folder import POSITION, SLOT, active, write_events, write_folder
+from sglang_kv_canary_rigs.event_folder import (
+    POSITION,
+    SLOT,
+    active,
+    statistics,
+    write_events,
+    write_folder,
+)
 from sglang_kv_canary_rigs.largest_file import largest_file
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -187,6 +195,35 @@ def test_the_last_event_is_the_last_that_was_written(
     shown = _text(tmp_path, capsys)
     assert re.search(r"^tp0 .* stopped checking$", shown, re.MULTILINE)
     assert "tp0 is unhealthy: did not run: TAIL_K_FULL" in shown
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_equal_faults_of_two_servers_are_two_causes(servers: int, tmp_path: Path, capsys) -> None:
+    """Replicas, or a server before and after a restart, that write to one folder."""
+    for server in range(servers):
+        rig = ManagerRig(events_dir=str(tmp_path))
+        rig.extend(1, range(20))
+        rig.pool.k_buffer[1][rig.slot(1, 5)] += 1 + server
+        rig.decode([1])
+        rig.settle()
+        rig.manager.finish(1.0)
+    shown = _text(tmp_path, capsys)
+    assert shown.startswith("2 causes, " if servers == 2 else "1 cause, ")
+    assert len(re.findall(r"^  CONTENT on tp0[^,]*$", shown, re.MULTILINE)) == servers
+
+
+def test_the_cost_of_each_runner_is_told(tmp_path: Path, capsys) -> None:
+    runners = {"target": 100.0, "draft": 80.0}
+    events = [active(0, runner=runner) for runner in runners]
+    for step in (0, 50, 100):
+        for runner, us in runners.items():
+            events += [{**statistics(step), "runner": runner, "host_us_per_step": us}]
+    path = write_events(tmp_path / "events.jsonl", events)
+    shown = _text(path, capsys)
+    for place, us in (("tp0 {6}", "100.0"), ("tp0 draft", "80.0")):
+        row = rf"^{place} +0 to 150 +98\.7 % +3150 +{us} +3$"
+        assert re.search(row, shown, re.MULTILINE)
+    assert re.search(r"<text[^>]*>tp0 draft", _page(path, tmp_path / "page.html"))
 
 
 @pytest.mark.parametrize("sick", ["target", "draft", None])

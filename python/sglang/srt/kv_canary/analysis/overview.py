@@ -54,14 +54,24 @@ class Process:
     label: str  # unique
     events: tuple[Event, ...]  # all but findings and causes, oldest first
 
+    @property
+    def rank(self) -> tuple[int, int | None, int | None]:
+        """Tensor, pipeline and data parallel. Another start or server may have the same."""
+        return self.key[2:]
+
     @cached_property
     def active(self) -> tuple[Active, ...]:
         """One for each runner."""
         return self._last_of(Active)
 
     @cached_property
-    def statistics(self) -> tuple[Statistics, ...]:
-        return tuple(event for event in self.events if isinstance(event, Statistics))
+    def statistics(self) -> dict[str, tuple[Statistics, ...]]:
+        """By the runner's place. A median over several runners means nothing."""
+        found: dict[str, list[Statistics]] = defaultdict(list)
+        for event in self.events:
+            if isinstance(event, Statistics):
+                found[self.place(runner_of(event))].append(event)
+        return {place: tuple(events) for place, events in found.items()}
 
     @cached_property
     def sweeps(self) -> tuple[SweepPass, ...]:
@@ -255,7 +265,7 @@ class KnownCause:
 class SameCause:
     """One fault as several ranks of a server saw it: equal runner, pool, slot, reasons and first forward."""
 
-    causes: tuple[KnownCause, ...]  # at most one per process
+    causes: tuple[KnownCause, ...]  # at most one per rank
 
     @property
     def first(self) -> KnownCause:
@@ -321,15 +331,14 @@ class Overview:
     def same_causes(self) -> tuple[SameCause, ...]:
         """In the order in which they were found."""
         groups: dict[object, list[KnownCause]] = defaultdict(list)
-        seen: Counter[object] = (
-            Counter()
-        )  # the second such cause of one rank is the second of another
+        # The second such cause of a rank, also of a later start or a replica, is the second of another rank
+        seen: Counter[object] = Counter()
         for cause in self.causes:
             slot = cause.slots[0] if cause.slots else None
             server = (cause.process.key[0], cause.process.key[-1])  # replicas decide on their own
             what = (server, cause.runner, cause.pool, slot, cause.reasons, cause.forwards[0])
-            groups[what, seen[what, cause.process.key]].append(cause)
-            seen[what, cause.process.key] += 1
+            groups[what, seen[what, cause.process.rank]].append(cause)
+            seen[what, cause.process.rank] += 1
         return tuple(SameCause(tuple(group)) for group in groups.values())
 
     @cached_property
@@ -390,6 +399,11 @@ class Overview:
     def has_holes(self) -> bool:
         """Whether events are missing, or could not be read."""
         return bool(self.missing or self.problems or self.unread)
+
+    @cached_property
+    def statistics(self) -> dict[str, tuple[Statistics, ...]]:
+        """By place: a process, and its runner if that is a draft model's."""
+        return {k: v for process in self.processes for k, v in process.statistics.items()}
 
     @cached_property
     def findings(self) -> int:

@@ -136,28 +136,28 @@ def pool_map(overview: Overview, pool: str, links: dict[int, str]) -> Plot:
 
 def cost(overview: Overview) -> Plot | None:
     """Coverage and host time, from the statistics events. None without them."""
-    measured = [process for process in overview.processes if process.statistics][:MOST_LANES]
+    measured = list(overview.statistics.items())[:MOST_LANES]
     if not measured:
         return None
 
     def draw(figure: Figure, width: str) -> None:
         above, below = figure.subplots(2, 1, sharex=True)
-        for index, process in enumerate(measured):
+        for index, (place, found) in enumerate(measured):
             style = {
                 "color": f"C{index % 10}",
                 "linestyle": LINE_STYLES[index // 10 % 4],
                 "linewidth": 1.2,
             }
-            known = [(e.to_step, e.coverage) for e in process.statistics if e.coverage is not None]
+            known = [(e.to_step, e.coverage) for e in found if e.coverage is not None]
             above.plot(
                 [step for step, _ in known],
                 [100 * share for _, share in known],
-                label=_label(process),
+                label=_label(place),
                 **style,
             )
             below.plot(
-                [event.to_step for event in process.statistics],
-                [event.host_us_per_step for event in process.statistics],
+                [event.to_step for event in found],
+                [event.host_us_per_step for event in found],
                 **style,
             )
         above.set_ylabel("coverage, %")
@@ -195,13 +195,13 @@ def _left_out(overview: Overview, lanes: Sequence[Process]) -> str:
     return f"{left} further processes are not drawn." if left > 0 else ""
 
 
-def _label(process: Process) -> str:
+def _label(place: str) -> str:
     """Short, and without control characters: matplotlib escapes markup only."""
-    return safe_text(process.label, LABEL)
+    return safe_text(place, LABEL)
 
 
 def _lanes(axes: Axes, lanes: Sequence[Process]) -> None:
-    axes.set_yticks(range(len(lanes)), [_label(process) for process in lanes])
+    axes.set_yticks(range(len(lanes)), [_label(process.label) for process in lanes])
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 

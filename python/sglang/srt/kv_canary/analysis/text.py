@@ -230,17 +230,14 @@ def named_once(details: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def cost_rows(overview: Overview) -> list[tuple[str, ...]]:
-    """Medians over the statistics events of each process."""
+    """Medians over the statistics events of each runner."""
     rows = [("process", "steps", "coverage", "slots checked", "host us a step", "sweep passes")]
-    for process in overview.processes:
-        found = process.statistics
-        if not found:
-            continue
+    for place, found in overview.statistics.items():
         known = [event.coverage for event in found if event.coverage is not None]
         checked = sum(sum(event.checked.values()) for event in found)
         rows.append(
             (
-                process.label,
+                place,
                 f"{found[0].from_step} to {found[-1].to_step}",
                 f"{100 * statistics.median(known):.1f} %" if known else "none live",
                 str(checked),
