@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import runpy
 import secrets
 import stat
 import sys
@@ -17,8 +18,11 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.analysis.bundle import FOLDER, write_bundle
 from sglang_kv_canary.analysis.redaction import REMOVED, Redaction
+from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.event_types import event_of
+from sglang_kv_canary.reports.internal_errors import InternalErrors
 from sglang_kv_canary.reports.scene_facts import ChangedWord
 from sglang_kv_canary_rigs.event_folder import write_folder
 from sglang_kv_canary_rigs.event_schema import problems_of
@@ -156,6 +160,52 @@ def test_where_kv_came_from_is_a_name() -> None:
     origin = "prefill server 10.1.2.3:8998, room 7, request ada@example.com, chunk 1 of 2"
     redacted = Redaction(names=True).apply({"reader": {"origin": origin}})
     assert not [part for part in ("10.1.2.3", "ada") if part in redacted["reader"]["origin"]]
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_errors_hold_no_names(is_hidden: bool, tmp_path: Path) -> None:
+    (home := tmp_path / "home-of-ada").mkdir()
+    (home / "acme_model.py").write_text("def load(path):\n    open(path)\n")
+    module = runpy.run_path(str(home / "acme_model.py"))
+    errors = InternalErrors(CanaryMode.LOG, EventSink(str(home / "events.jsonl"), 0))
+    errors.serving = True
+
+    def load() -> None:
+        module["load"](str(tmp_path / "secret" / "weights"))
+
+    def find() -> None:
+        {}["customer-42"]  # type: ignore[misc]
+
+    def refuse() -> None:
+        raise ValueError("request \"zoe\" of o'hara, 'gus', in /srv/acme/x.bin: no")
+
+    for call in (load, find, refuse):
+        with pytest.raises((OSError, LookupError, ValueError)) as raised:
+            call()
+        errors.contain(raised.value, call)
+    packed = _pack(home / "events.jsonl", tmp_path / "b.tar.gz", Redaction(names=is_hidden))
+    texts = [packed["events/events.jsonl"].decode(), packed["report.txt"].decode()]
+    names = ("home-of-ada", "secret", "customer-42", "zoe", "gus", "acme/x")
+    shown = [name for name in names if name in texts[0]]
+    assert shown == ([] if is_hidden else list(names))
+    assert ("secret" in texts[1]) != is_hidden
+    assert "acme_model.py:2 in load" in texts[0]
+    assert "of o'hara, " in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("the request's row and the row's K/V bytes", "the request's row and the row's K/V bytes"),
+        ("two requests' rows, both 'ada'", "two requests' rows, both name-"),
+        ("KeyError: 'ada@exam...", "KeyError: name-"),
+        ("OSError: '/home/ada/it\\'s': full", "OSError: name-"),
+    ],
+)
+def test_what_is_quoted_in_an_error_is_a_name(text: str, kept: str) -> None:
+    redacted = Redaction(names=True).apply({"error": text})["error"]
+    assert redacted.startswith(kept)
+    assert "ada" not in redacted
 
 
 def test_only_its_owner_may_read_it(folder: Path, tmp_path: Path) -> None:

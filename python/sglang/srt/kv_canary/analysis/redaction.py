@@ -19,7 +19,13 @@ _PAGES_IN_WORDS = re.compile(r"\bpage (.+?)(?= of the \S+ backend\b)")
 _DIGESTS = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64,}")
 # In the sentence of a cause, see `reports.sentence`, and in `reports.scene.divergence`
 _TOKENS_IN_WORDS = re.compile(r"\b(token|instead of) -?\d+")
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_QUOTED = re.compile(r'(?<!\\)"((?:[^"\\]|\\.)*)"')
+# In the text of an error, where double quotes are escaped, and the end may be cut. Apostrophes are no quotes
+_QUOTED_IN_ERRORS = (
+    re.compile(r"\\\"(.*?)(?:\\\"|$)"),
+    re.compile(r"(?<!\w)'(.*?)(?:'(?!\w)|$)"),
+    re.compile(r"(?<![\w.])(/[^\s'\"]*[^\s'\".,:;)])"),  # a path
+)
 _NAMES = (
     "aborted",
     "answered",
@@ -65,14 +71,20 @@ class Redaction:
     def _text(self, key: str, text: str) -> str:
         if self.names and key in _NAMES and text:
             return self._name(safe_text(text))
+        if self.names and key == "traceback":
+            text = text.rpartition("/")[2]
         if key not in _WORDS:
             return self._without_digests(text)
         if self.token_ids:
             text = _TOKENS_IN_WORDS.sub(rf"\1 {REMOVED}", text)
             text = _PAGES_IN_WORDS.sub(lambda page: f"page {self._page_key(page[1])}", text)
             text = self._without_digests(text)
-        if self.names:
-            text = _QUOTED.sub(lambda quoted: f'"{self._name(quoted[1])}"', text)
+        return self._without_names(text) if self.names else text
+
+    def _without_names(self, text: str) -> str:
+        text = _QUOTED.sub(lambda quoted: f'"{self._name(quoted[1])}"', text)
+        for quoted_or_path in _QUOTED_IN_ERRORS:
+            text = quoted_or_path.sub(lambda found: self._name(found[1]), text)
         return text
 
     def _without_digests(self, text: str) -> str:
