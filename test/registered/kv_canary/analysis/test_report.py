@@ -129,6 +129,7 @@ def test_the_page_tells_the_same(folder: Path, tmp_path: Path) -> None:
     assert f'<td class="n">{SLOT}</td><td>tp0, tp1</td>' in page  # the map's table
     assert page.count("<svg") == 6  # timeline, pool and cost, wide and narrow
     assert "98.7 %" in page
+    assert "one by one. All fields of these are in the files" in page
     assert "default-src 'none'" in page
     assert "may be incomplete" not in page
 
@@ -641,7 +642,8 @@ def test_events_that_are_in_no_file_are_counted(folder: Path, capsys) -> None:
     first, _ = sorted(folder.iterdir())
     lines = first.read_text().splitlines(keepends=True)
     first.write_text("".join(lines[:2] + lines[3:]))
-    assert "1 event of tp0 are in no file" in _text(folder, capsys)
+    shown = _text(folder, capsys)
+    assert "1 event of tp0 are in no file: lost, deleted with an old one, or moved while" in shown
 
 
 WARNING = "This report may be incomplete"

@@ -191,5 +191,5 @@ def _findings_about(overview: Overview) -> str:
     written = sum(len(cause.found) for cause in overview.causes)
     return (
         f"{overview.findings} findings, repeats included. The files hold {written} of them one by one. All fields of "
-        "all are in the files; docs/events.md has their meaning."
+        "these are in the files; docs/events.md has their meaning."
     )

@@ -314,7 +314,10 @@ def troubles(overview: Overview) -> Iterator[str]:
         for error in process.errors[:1]:
             yield f"{process.label} had internal errors, the first in {error.where}: {error.error}"
     for label, lost in overview.missing.items():
-        yield f"{_count(lost, 'event')} of {label} are in no file: lost, or deleted with an old one"
+        yield (
+            f"{_count(lost, 'event')} of {label} are in no file: lost, deleted with an old one, or moved while this "
+            "command read. If the server runs, run it again"
+        )
     if not overview.events:
         yield "no event was read: none of these is an event file, or nothing was written to them"
     else:
