@@ -57,9 +57,10 @@ def _check_of(hint: Any) -> Check:
 
 
 def _plain(of: type) -> Check:
-    wrong = f"expected {_NAMES.get(of, of.__name__)}"
     if is_dataclass(of):
+        wrong = f"expected {_NAMES[dict]}"
         return lambda value: wrong_field(value) if isinstance(value, of) else wrong
+    wrong = f"expected {_NAMES.get(of, of.__name__)}"
     if of in (int, float):
         types = {int, of}
         return lambda value: "" if type(value) in types and -_LIMIT <= value < _LIMIT else wrong
