@@ -125,6 +125,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_disaggregation_images.py",
     "e2e/test_e2e_disaggregation_lora.py",
     "e2e/test_e2e_disaggregation_nixl.py",
+    "e2e/test_e2e_disaggregation_pause.py",
     "e2e/test_e2e_disaggregation_ranks.py",
     "e2e/test_e2e_disaggregation_roles.py",
     "e2e/test_e2e_dp_attention.py",
