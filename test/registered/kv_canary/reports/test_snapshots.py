@@ -99,6 +99,16 @@ def test_each_cause_has_one_and_only_the_newest_are_kept(
     assert (tmp_path / last.file).exists()
 
 
+def test_what_another_server_deletes_at_the_same_time_costs_no_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link to nothing is listed, and is not there when it is looked at."""
+    (tmp_path / "snapshot.tp0.gone.json").symlink_to("nowhere")
+    found(tmp_path)
+    assert "cannot write the snapshot" not in caplog.text
+    assert load_events(tmp_path).of(SnapshotWritten) != ()
+
+
 def test_without_a_folder_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,9 @@ def write_snapshot(folder: Path, rank: str, name: str, content: Mapping[str, Any
 
 
 def _delete_oldest(folder: Path, pattern: str) -> None:
-    found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
-    for path in found[: max(0, len(found) + 1 - MAX_SNAPSHOTS)]:
-        path.unlink()
+    dated: list[tuple[int, Path]] = []
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError):  # another server of this folder has deleted it
+            dated.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(dated)[: max(0, len(dated) + 1 - MAX_SNAPSHOTS)]:
+        path.unlink(missing_ok=True)
