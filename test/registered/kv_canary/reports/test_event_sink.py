@@ -93,6 +93,20 @@ def test_a_torn_event_of_another_rank_costs_no_event_of_this_one(
     assert kinds == ["other", "first", "whole", "another"]
 
 
+def test_a_line_that_another_rank_is_just_writing_is_not_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may show a part of what one call writes."""
+    path = tmp_path / "events.jsonl"
+    sink = EventSink(str(path), 0)
+    sink.emit({"event": "first"})
+    with path.open("ab", buffering=0) as other:
+        other.write(b'{"event": ')
+        monkeypatch.setattr(event_file.time, "sleep", lambda _: other.write(b'"other"}\n'))
+        sink.emit({"event": "second"})
+    assert _kinds(path) == ["first", "other", "second"]
+
+
 def test_only_the_owner_may_read_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     before = os.umask(0)

@@ -12,6 +12,7 @@ from ..errors import CanaryConfigError
 from .complaints import Complaints
 
 _NOT_REGULAR = "expected a regular file, got a folder, device, FIFO or socket"
+WRITE_S = 0.001  # in which another process has written the rest of a line
 LOOK_EVERY_S = 1.0  # how often to check that the path still leads to the open file
 
 
@@ -56,7 +57,7 @@ class EventFile:
             return
         size = self.size
         if size != self._end:  # another process has written since, perhaps to a disk that was full
-            self._is_torn = _ends_within_a_line(self.path)
+            self._is_torn = _stays_within_a_line(self.path)
         error = "only a part of the event was written"
         data = ("\n" + line if self._is_torn else line).encode()
         try:
@@ -133,6 +134,14 @@ class EventFile:
             raise FileInUseError(f"another process writes to {self.path}") from error
         except OSError:
             pass  # a file system without locks
+
+
+def _stays_within_a_line(path: str) -> bool:
+    """Whether a line has no end, and nobody is writing it right now."""
+    if not _ends_within_a_line(path):
+        return False
+    time.sleep(WRITE_S)
+    return _ends_within_a_line(path)
 
 
 def _ends_within_a_line(path: str) -> bool:

@@ -145,7 +145,7 @@ class Serving(ABC):
         if not self.event_file.exists():
             return []
         whole_lines = self.event_file.read_text().rpartition("\n")[0]  # one may be half written
-        events = [json.loads(line) for line in whole_lines.splitlines()]
+        events = [json.loads(line) for line in whole_lines.splitlines() if line]
         return [e for e in events if kind in (None, e["event"])]
 
     # Faults
