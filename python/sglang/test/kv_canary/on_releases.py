@@ -24,15 +24,16 @@ __all__ = [
 
 LONG = "KV_CANARY_TEST_LONG_ON_NEWER_RELEASES"
 # Newer releases share what is below the hooks. `.ci/run` has no time to run all of it on each of them.
+_TAKES_LESS = release().has_own_canary and os.environ.get(LONG) != "1"
 long_on_newer_releases = pytest.mark.skipif(
-    release().has_own_canary and os.environ.get(LONG) != "1",
+    _TAKES_LESS,
     reason=f"`.ci/run` runs it on the first release; lifted by {LONG}=1",
 )
 
 
 def fewer_on_newer_releases(every: Sequence[Any], few: Sequence[Any]) -> Sequence[Any]:
     """Parameters of a test: `few` of them where the first release runs `every` one."""
-    return few if release().has_own_canary and os.environ.get(LONG) != "1" else every
+    return few if _TAKES_LESS else every
 
 
 # The same the other way round.
