@@ -117,7 +117,10 @@ def _start(*argv: str, stdout: int, **variables: str) -> subprocess.Popen[bytes]
 
 def _forked(module: str, *argv: str, stdout: IO, stderr: IO) -> Any:
     """As a fresh process of `python -m MODULE`, with SGLang imported already: that takes 10 s."""
-    command = [sys.executable, "-W", "ignore", "-m", module, *argv]
+    # A shell ignores Ctrl-C for what it starts in the background, and tests inherit that.
+    run = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    run += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-W", "ignore", "-c", run, *argv]
     return shared().popen(command, stdout=stdout, stderr=stderr, env=os.environ)
 
 
