@@ -32,9 +32,7 @@ def install() -> None:
     from sglang_kv_canary.runner import manager
 
     torch._C._cuda_getCurrentRawStream = abs  # as fast as the real one
-    kernel_launcher.KernelLauncher._compile = lambda *_: kernel_launcher._compiled_launch(
-        _Compiled(), 0, begins_early=False
-    )
+    kernel_launcher.KernelLauncher._compile = lambda *_: prepared_launch()
     launch.sm_count = lambda _: MULTIPROCESSORS
     triton_backend.compiling_ahead = _compiles_nothing
     triton_backend.publish = _publish
@@ -53,6 +51,13 @@ def install() -> None:
             count_as_on_a_gpu(self.state)
 
     manager.CanaryManager.bracket_model_forward = bracket_or_replay
+
+
+def prepared_launch() -> Any:
+    """A launch as of a compiled kernel, which ends before the driver."""
+    from sglang_kv_canary.kernels.triton.direct_launch import direct_launch
+
+    return direct_launch(_Compiled(), 0, begins_early=False)
 
 
 def _import_as_on_a_gpu() -> ModuleType:

@@ -238,6 +238,19 @@ def test_launches_without_kernels_are_prepared(tmp_path: Path) -> None:
     assert float(last[1]) > 0
 
 
+def test_a_launch_without_a_kernel_is_as_of_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short part of the test above."""
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    from without_kernels import prepared_launch
+
+    from sglang_kv_canary.host_code.twins import CompiledLaunch
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
+    launch = prepared_launch()
+    assert type(launch) is CompiledLaunch
+    launch(1, (2, 3))
+
+
 def test_the_hooks_of_a_prefill_are_timed_and_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
     import bench_host_prefill
