@@ -229,8 +229,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files come first, so that short ones fill the cores at the end. The order in a file stays."""
+    from sglang_kv_canary_rigs.by_turns import leave_to_the_next_run
+
+    leave_to_the_next_run(config, items)
     items.sort(key=lambda item: -_estimated_seconds(item.path))
 
 
