@@ -188,6 +188,10 @@ class UncheckedDecode(PdServing):
 
 
 @long_form
+@pytest.mark.skipif(
+    PdServing.backend == "nixl",
+    reason="NIXL of 0.5.12.post1 tells that decode server nothing; lifted by Mooncake",
+)
 class TestUncheckedDecode(PairBase):
     """The transport itself fails what a decode server without a canary must not use."""
 

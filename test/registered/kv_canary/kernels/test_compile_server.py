@@ -191,7 +191,7 @@ def test_what_nobody_predicted_is_compiled_by_the_server_too(tmp_path) -> None:
 
 
 FAULTS = [
-    ("server = start(target='80')", "for another GPU"),
+    ("server = start(target='100')", "for another GPU"),
     ("server = start(target='nothing')", "failed: ValueError"),
     ("server = start()\n    kill_at_first_answer(server)", "the compile server has ended"),
 ]

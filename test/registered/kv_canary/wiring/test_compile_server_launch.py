@@ -14,6 +14,7 @@ from sglang_kv_canary.testing.tiny_models import (
     write_tiny_llama,
 )
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.pool_fixtures import skip_where_pools_on_cpu_cannot_be_written
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
@@ -73,6 +74,7 @@ def run(tmp_path_factory):
 
 def test_what_is_predicted_is_what_real_pools_need(run) -> None:
     """Their managers compile before and after a capture of decodes of up to two requests."""
+    skip_where_pools_on_cpu_cannot_be_written()
     program = """
     from sglang_kv_canary.config import ContentMode
     from sglang_kv_canary.kernels import triton as triton_backend
