@@ -1,6 +1,6 @@
 """The SGLang release that is installed, chosen once by its version. Nothing else asks for a version.
 
-What differs between releases is in one folder per family of releases: `v0_5_12`, `v0_5_17`, `v0_5_22`. Each has a
+What differs between releases is in one folder per family of releases, `v0_5_12`, `v0_5_17`, `v0_5_22`. Each has a
 `RELEASE`. `until_0_5_17` and `from_0_5_17` hold what two families share.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..seam_guard import is_set
@@ -96,6 +97,8 @@ class Release:
     schedulers_here: Callable[[Any], int]
     # Of settled arguments: whether sub-pools share one buffer, whose records a hook of the release leaves room for.
     shares_buffer: Callable[[Any], bool] = lambda _: False
+    # What `namespace_of` is for a request, for a key of a prefix cache that names its nodes.
+    namespace_of_key: Callable[[Any], str | None] = attrgetter("extra_key")
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
     # Of states of linear-attention layers. None: they are not checked.
