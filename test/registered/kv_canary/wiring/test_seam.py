@@ -30,6 +30,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.warm_up import decodes
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.on_releases import is_from_0_5_22
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_mha_pool,
     make_mla_pool,
@@ -298,7 +299,9 @@ ASKED = {
     for name, asked in _ASKED.items()
     if asked.keys() <= inspect.signature(ServerArgs).parameters.keys()
 }
-if SGLANG == "0.5.17":  # builds such pools, which are covered
+# With SGLang's seam, and without what is covered from 0.5.22 on.
+IS_BETWEEN = release().has_own_canary and not is_from_0_5_22(release())
+if IS_BETWEEN:  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
     del ASKED["MiniCPM sparse attention"]  # it has none
     del ASKED["LMCache with pipeline parallelism"]
@@ -336,7 +339,7 @@ NOT_BY_AN_ARGUMENT = {
     "speculative decoding with the token oracle",
     "SGLANG_SIMULATE_ACC_LEN with draft trees",
     "speculative decoding beside prefills of other ranks",
-    *(["adaptive speculation without draft-extend"] if SGLANG != "0.5.17" else []),
+    *(["adaptive speculation without draft-extend"] if not IS_BETWEEN else []),
     *(
         ["HiCache with the unified or C++ radix tree"]
         if hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
@@ -593,7 +596,7 @@ def test_graphs_that_stand_for_others_are_refused() -> None:
 
 
 @has_seam
-@pytest.mark.skipif(SGLANG == "0.5.17", reason="adaptive speculation is refused there")
+@pytest.mark.skipif(IS_BETWEEN, reason="adaptive speculation is refused there")
 def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
     name = "adaptive speculation without draft-extend"
     case = next(case for case in release().refusals() if case.name == name)
@@ -605,7 +608,7 @@ def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
 
 
 @has_seam
-@pytest.mark.skipif(SGLANG == "0.5.17", reason="adaptive speculation is refused there")
+@pytest.mark.skipif(IS_BETWEEN, reason="adaptive speculation is refused there")
 def test_verifies_of_all_candidates_are_known() -> None:
     """Of SGLang's own candidates. They are compiled for, down to one token: there may be no draft."""
     args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, speculative_adaptive=True)

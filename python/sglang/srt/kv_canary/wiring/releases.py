@@ -1,7 +1,7 @@
 """The SGLang release that is installed, chosen once by its version. Nothing else asks for a version.
 
-What differs between releases is in one folder per family of releases, `v0_5_12`, `v0_5_17`, `v0_5_22`. Each has a
-`RELEASE`. `until_0_5_17` and `from_0_5_17` hold what two families share.
+What differs between releases is in one folder per family of releases, as `v0_5_12` or `v0_5_22`. Each has a `RELEASE`.
+`until_0_5_17` and `from_0_5_17` hold what families share. `v0_5_18` also takes modules of its neighbours.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = [
 FAMILIES = {
     "0.5.12.post1": "v0_5_12",
     "0.5.17": "v0_5_17",
+    "0.5.18": "v0_5_18",
     "0.5.22": "v0_5_22",
     "0.5.23": "v0_5_22",
 }
