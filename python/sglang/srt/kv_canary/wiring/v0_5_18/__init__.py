@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..adapters import shared_key
+from ..from_0_5_17.pools import POOLS, UNIFIED_HYBRID, UNIFIED_MHA
 from ..path_support import PathSupport
 from ..v0_5_17 import RELEASE as OF_0_5_17
 from ..v0_5_22.namespace import namespace
@@ -38,6 +39,8 @@ RELEASE = replace(
     OF_0_5_17,
     hook_modules=tuple(_OTHER_HOOKS.get(module, module) for module in OF_0_5_17.hook_modules),
     served=_served,
+    # New, and refused as the others with virtual slot ids.
+    known_pools=lambda: {**OF_0_5_17.known_pools(), UNIFIED_HYBRID: POOLS[UNIFIED_MHA]},
     namespace_of=_namespace_of,
     namespace_of_key=_namespace_of_key,
     allocator_methods=ALLOCATOR_METHODS,
