@@ -14,12 +14,14 @@ from .volume import FULL_VOLUME
 
 __all__ = [
     "LONG",
+    "REFUSES_HICACHE",
     "by_default_on_newer_releases",
     "fewer_on_newer_releases",
     "from_0_5_22",
     "is_from_0_5_22",
     "long_on_newer_releases",
     "refused_on_newer_releases",
+    "with_hicache",
 ]
 
 LONG = "KV_CANARY_TEST_LONG_ON_NEWER_RELEASES"
@@ -52,6 +54,10 @@ def is_from_0_5_22(tested: Release) -> bool:
     return tested.has_own_canary and "adaptive speculation" not in refused
 
 
+REFUSES_HICACHE = any(refusal.name == "HiCache" for refusal in release().refusals())
+with_hicache = pytest.mark.skipif(
+    REFUSES_HICACHE, reason="this release refuses HiCache; lifted by make test SGLANG=0.5.23"
+)
 from_0_5_22 = pytest.mark.skipif(
     not is_from_0_5_22(release()),
     reason="covered from 0.5.22 on; lifted by make test SGLANG=0.5.23",

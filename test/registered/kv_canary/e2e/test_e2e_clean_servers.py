@@ -21,6 +21,7 @@ from urllib.error import HTTPError
 import pytest
 import torch
 
+import sglang.version
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.fill_ins import pageable_memory
@@ -164,11 +165,18 @@ def several_answers(s: CleanServer) -> None:
         assert all(answer["meta_info"]["cached_tokens"] >= 69 for answer in answers)
 
 
+# These forget a streamed request whose client has left before they abort it: it runs to its end.
+ABORTS_STREAMS = sglang.version.__version__ not in ("0.5.18", "0.5.19")
+
+
 def disconnects(s: CleanServer) -> None:
     """Clients that hang up, over a streamed answer and while they wait for one: SGLang aborts their requests."""
+    count = 900 if ABORTS_STREAMS else 60
     for i in range(4):
-        s.hang_up(s.body(f"gone{i}", prompt(f"gone{i}", 50 + i), 900, stream=True), after_tokens=3)
-    s.serving.wait_for(lambda: len(s.aborted("gone")) == 4, "four aborts")
+        body = s.body(f"gone{i}", prompt(f"gone{i}", 50 + i), count, stream=True)
+        s.hang_up(body, after_tokens=3)
+    if ABORTS_STREAMS:
+        s.serving.wait_for(lambda: len(s.aborted("gone")) == 4, "four aborts")
     s.hang_up(s.body("waited", prompt("waited", 50), 900))
     s.serving.wait_for(lambda: s.aborted("waited"), "an abort")
     s.ask("after", prompt("gone0", 50), 8)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
@@ -17,6 +18,12 @@ from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
+
+_SALT = {"cache_salt": "salt"} if "cache_salt" in GenerateReqInput.__dataclass_fields__ else {}
+NAMESPACES = (
+    {"extra_key": "client"},
+    *([_SALT, {"extra_key": "client", **_SALT}] if _SALT else ()),
+)
 
 
 class TestSweepAndMetrics(CanaryE2EBase):
@@ -95,6 +102,19 @@ class TestSweepAndMetrics(CanaryE2EBase):
         self.generate("idle", random_tokens(random.Random("idle"), 40), 2)
         self.wait_for_metric("sweep_passes_total", above=self.metric("sweep_passes_total") + 5)
         assert self.violations() == []
+
+    @pytest.mark.parametrize("namespace", NAMESPACES, ids=str)
+    def test_prefixes_of_one_client_alone_are_clean(self, namespace: dict[str, str]) -> None:
+        """Their chains begin with what tells the client apart, which newer releases keep in two fields."""
+        prompt = random_tokens(random.Random(str(namespace)), 40)
+        params = {"temperature": 0.0, "max_new_tokens": 2, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": params, **namespace}
+        cached = [
+            self.serving.post("/generate", body)["meta_info"]["cached_tokens"] for _ in range(2)
+        ]
+        assert cached[0] < cached[1]
+        self.wait_for_metric("sweep_passes_total", above=self.metric("sweep_passes_total") + 2)
+        self.assert_no_violations()
 
     @pytest.mark.parametrize(
         ("fault", "args", "reason", "tag"),

@@ -171,7 +171,14 @@ def test_nothing_lies_in_a_folder_that_is_named_like_an_option():
 
 
 @pytest.mark.parametrize(
-    ("family", "runs"), [("v0_5_12", False), ("v0_5_17", False), ("v0_5_22", True)]
+    ("family", "runs"),
+    [
+        ("v0_5_12", False),
+        ("v0_5_17", False),
+        ("v0_5_18", False),
+        ("v0_5_19", False),
+        ("v0_5_22", True),
+    ],
 )
 def test_what_is_covered_from_0_5_22_on_is_skipped_on_earlier_releases(family, runs):
     tested = import_module(f"{sglang_kv_canary.__name__}.wiring.{family}").RELEASE

@@ -30,6 +30,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.warm_up import decodes
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.on_releases import REFUSES_HICACHE, is_from_0_5_22
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_mha_pool,
     make_mla_pool,
@@ -259,6 +260,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
     **_TRANSFERS,
+    "HiCache": _HICACHE,
     "HiCache with this storage backend": {**_HICACHE, "hicache_storage_backend": "mooncake"},
     "HiCache with this layout of host memory": {**_HICACHE, "hicache_mem_layout": "page_head"},
     "HiCache with speculative decoding": {**_HICACHE, **_EAGLE},
@@ -267,6 +269,7 @@ _ASKED: dict[str, dict[str, Any]] = {
         **_HICACHE,
         "hicache_host_memory_mode": "buffer_only",
     },
+    "speculative decoding with mixed chunks": {**_EAGLE, "enable_mixed_chunk": True},
     "registered prefix cache": {"radix_cache_backend": "mine"},
     "MiniCPM sparse attention": {"attention_backend": "minicpm_flashattn"},
     "megakernels": {"enable_nvidia_megakernel": True},
@@ -298,9 +301,17 @@ ASKED = {
     for name, asked in _ASKED.items()
     if asked.keys() <= inspect.signature(ServerArgs).parameters.keys()
 }
-if SGLANG == "0.5.17":  # builds such pools, which are covered
-    del ASKED["page-major KV layout"]
-    del ASKED["MiniCPM sparse attention"]  # it has none
+if not REFUSES_HICACHE:
+    del ASKED["HiCache"], ASKED["speculative decoding with mixed chunks"]
+else:
+    for name in [name for name in ASKED if name.startswith("HiCache with ")]:
+        del ASKED[name]
+# With SGLang's seam, and without what is covered from 0.5.22 on.
+IS_BETWEEN = release().has_own_canary and not is_from_0_5_22(release())
+if IS_BETWEEN:
+    if not REFUSES_HICACHE:
+        del ASKED["page-major KV layout"]  # builds such pools, which are covered
+        del ASKED["MiniCPM sparse attention"]  # it has none
     del ASKED["LMCache with pipeline parallelism"]
     del ASKED["LMCache without overlap scheduling"]
     for name in [name for name in ASKED if name.startswith("unified memory with")]:
@@ -336,10 +347,10 @@ NOT_BY_AN_ARGUMENT = {
     "speculative decoding with the token oracle",
     "SGLANG_SIMULATE_ACC_LEN with draft trees",
     "speculative decoding beside prefills of other ranks",
-    *(["adaptive speculation without draft-extend"] if SGLANG != "0.5.17" else []),
+    *(["adaptive speculation without draft-extend"] if not IS_BETWEEN else []),
     *(
         ["HiCache with the unified or C++ radix tree"]
-        if hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
+        if not REFUSES_HICACHE and hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
         else []
     ),
 }
@@ -593,7 +604,7 @@ def test_graphs_that_stand_for_others_are_refused() -> None:
 
 
 @has_seam
-@pytest.mark.skipif(SGLANG == "0.5.17", reason="adaptive speculation is refused there")
+@pytest.mark.skipif(IS_BETWEEN, reason="adaptive speculation is refused there")
 def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
     name = "adaptive speculation without draft-extend"
     case = next(case for case in release().refusals() if case.name == name)
@@ -605,7 +616,7 @@ def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
 
 
 @has_seam
-@pytest.mark.skipif(SGLANG == "0.5.17", reason="adaptive speculation is refused there")
+@pytest.mark.skipif(IS_BETWEEN, reason="adaptive speculation is refused there")
 def test_verifies_of_all_candidates_are_known() -> None:
     """Of SGLang's own candidates. They are compiled for, down to one token: there may be no draft."""
     args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, speculative_adaptive=True)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.version import __version__ as SGLANG
 from sglang_kv_canary.seam_guard import BUILTIN_ENV
 from sglang_kv_canary.testing.tiny_models import write_tiny_llama
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses, SnippetOutcome
+from sglang_kv_canary_rigs.on_releases import is_from_0_5_22
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
@@ -109,7 +110,7 @@ def given(llama: str) -> str:
 
 
 # From 0.5.22 on ServerArgs is a msgspec.Struct, which keeps the `__post_init__` that it was defined with.
-CHECKS_ITS_VALUES = SGLANG in ("0.5.12.post1", "0.5.17")
+CHECKS_ITS_VALUES = not is_from_0_5_22(release())
 
 
 @pytest.mark.parametrize(

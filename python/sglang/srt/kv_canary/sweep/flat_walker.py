@@ -17,6 +17,7 @@ import torch
 
 from ..record import PREV_ANCHOR, PREV_UNREACHABLE
 from .radix_cache_walker import (
+    NamespaceOf,
     RadixCacheWalkResult,
     WalkSegment,
     refuse_pages_not_of,
@@ -50,7 +51,13 @@ class FlatWalker:
 
     lists_at_once = True
 
-    def __init__(self, radix_cache: Any, unlocked_only: bool, swa_resident_only: bool) -> None:
+    def __init__(
+        self,
+        radix_cache: Any,
+        unlocked_only: bool,
+        swa_resident_only: bool,
+        namespace_of: NamespaceOf | None = None,  # such a tree tells no namespaces
+    ) -> None:
         self._cache = unwrap(radix_cache)
         self._filters = (unlocked_only, swa_resident_only)
         self._is_over = False

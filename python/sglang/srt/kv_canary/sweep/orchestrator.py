@@ -52,7 +52,7 @@ from ..pool_kind import PoolKind, Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
-from .radix_cache_walker import RadixCacheWalkResult
+from .radix_cache_walker import ONE_FIELD, NamespaceOf, RadixCacheWalkResult
 from .report import PassDone, SweepReporter
 from .staged_list import Plans, StagedList, warm_up_staged_list
 from .sweep_plan_builder import (
@@ -130,10 +130,11 @@ class SweepOrchestrator(StepObserver):
         groups: tuple[CanaryBufferGroup, ...],
         sink: EventSink,
         anchor_of_key: Callable[[str | None], int] = anchor_of,
+        namespace_of: NamespaceOf = ONE_FIELD,
     ) -> None:
-        """`anchor_of_key`: of prefixes that are cached under an extra_key."""
+        """`anchor_of_key`: of prefixes that are cached in a namespace."""
         self._config = config
-        self._anchor_of_key = anchor_of_key
+        self._anchor_of_key, self._namespace_of = anchor_of_key, namespace_of
         self._sink = sink
         self._legs = legs_of(groups, config.content_mode)
         self._stride = max((g.stride for g in groups), default=1)
@@ -270,7 +271,9 @@ class SweepOrchestrator(StepObserver):
     ) -> tuple[RadixCacheWalkResult | None, Plans]:
         with _listing_on(manager.schedule_stream):
             if current.walker is None:
-                current.walker = walker_of(self._tree, False, leg.swa_resident_only)
+                current.walker = walker_of(
+                    self._tree, False, leg.swa_resident_only, self._namespace_of
+                )
             chunk = current.walker.next_chunk(
                 max_slots=allowed, max_us=self._config.sweep_budget_us
             )

@@ -28,11 +28,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 __all__ = [
+    "ONE_FIELD",
+    "NamespaceOf",
     "RadixCacheWalkResult",
     "RadixCacheWalker",
     "UnsupportedRadixCacheError",
     "WalkSegment",
 ]
+
+# The namespace in a key of the tree. Most releases have LoRA id and cache salt in one field.
+NamespaceOf = Callable[[Any], str | None]
+ONE_FIELD: NamespaceOf = attrgetter("extra_key")
 
 # Initial host time for gathering a chunk, until the walk has measured it: fixed, and per node.
 _GATHER_NS = 100_000
@@ -51,7 +57,7 @@ class WalkSegment(NamedTuple):
     start: int  # index of the first of them in the chunk's tensors
     length: int  # slots
     position: int  # position of the first of them
-    extra_key: str | None  # the prefix's namespace (LoRA id, cache salt)
+    extra_key: str | None  # the prefix's namespace (LoRA id, cache salt), see `NamespaceOf`
     node: int | None = None  # number of the node; None: not known
     locks: int | None = None  # requests that use the node
 
@@ -97,10 +103,15 @@ class RadixCacheWalker:
     lists_at_once = False
 
     def __init__(
-        self, radix_cache: BasePrefixCache, unlocked_only: bool, swa_resident_only: bool
+        self,
+        radix_cache: BasePrefixCache,
+        unlocked_only: bool,
+        swa_resident_only: bool,
+        namespace_of: NamespaceOf = ONE_FIELD,
     ) -> None:
         """Raises UnsupportedRadixCacheError for a cache class whose slots cannot be listed."""
         self._cache = unwrap(radix_cache)
+        self._namespace_of = namespace_of
         self._view = _view_of(self._cache)
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
@@ -130,7 +141,7 @@ class RadixCacheWalker:
         if not self._frames:
             return None
         self._chunks += 1
-        chunk = _Chunk(self._chunks, max_slots, max_us)
+        chunk = _Chunk(self._chunks, max_slots, max_us, self._namespace_of)
         self._fill(chunk)
         return self._gather(chunk)
 
@@ -259,8 +270,15 @@ class _Chunk:
     and -3 - k is the one slot in `outside[k]`.
     """
 
-    def __init__(self, serial: int, max_slots: int | None, max_us: float | None) -> None:
+    def __init__(
+        self,
+        serial: int,
+        max_slots: int | None,
+        max_us: float | None,
+        namespace_of: NamespaceOf,
+    ) -> None:
         self.serial = serial
+        self._namespace_of = namespace_of
         self.room = sys.maxsize if max_slots is None else max_slots
         self.num_slots = 0
         self.pieces: list[torch.Tensor] = []
@@ -275,7 +293,7 @@ class _Chunk:
         self.pieces.append(piece)
         self.columns.extend((start, length, position, prev))
         self.segments.append(
-            WalkSegment(start, length, position, node.key.extra_key, node.id, locks)
+            WalkSegment(start, length, position, self._namespace_of(node.key), node.id, locks)
         )
         self.num_slots += length
         self.room -= length

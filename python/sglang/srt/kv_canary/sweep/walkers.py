@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .flat_walker import FlatWalker, lists_its_own_slots
-from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
+from .radix_cache_walker import ONE_FIELD, NamespaceOf, RadixCacheWalker, RadixCacheWalkResult
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -16,11 +16,14 @@ Walker = RadixCacheWalker | FlatWalker
 
 
 def walker_of(
-    radix_cache: BasePrefixCache, unlocked_only: bool = False, swa_resident_only: bool = False
+    radix_cache: BasePrefixCache,
+    unlocked_only: bool = False,
+    swa_resident_only: bool = False,
+    namespace_of: NamespaceOf = ONE_FIELD,
 ) -> Walker:
     """A new pass over `radix_cache`. Raises UnsupportedRadixCacheError for a cache whose slots cannot be listed."""
     walker = FlatWalker if lists_its_own_slots(radix_cache) else RadixCacheWalker
-    return walker(radix_cache, unlocked_only, swa_resident_only)
+    return walker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
 
 
 def walk_radix_cache_for_canary(

@@ -1,7 +1,7 @@
 """The SGLang release that is installed, chosen once by its version. Nothing else asks for a version.
 
-What differs between releases is in one folder per family of releases: `v0_5_12`, `v0_5_17`, `v0_5_22`. Each has a
-`RELEASE`. `until_0_5_17` and `from_0_5_17` hold what two families share.
+What differs between releases is in one folder per family of releases, as `v0_5_12` or `v0_5_22`. Each has a `RELEASE`.
+`until_0_5_17` and `from_0_5_17` hold what families share. `v0_5_18` and `v0_5_19` take modules of others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..seam_guard import is_set
@@ -38,6 +39,8 @@ __all__ = [
 FAMILIES = {
     "0.5.12.post1": "v0_5_12",
     "0.5.17": "v0_5_17",
+    "0.5.18": "v0_5_18",
+    "0.5.19": "v0_5_19",
     "0.5.22": "v0_5_22",
     "0.5.23": "v0_5_22",
 }
@@ -96,6 +99,8 @@ class Release:
     schedulers_here: Callable[[Any], int]
     # Of settled arguments: whether sub-pools share one buffer, whose records a hook of the release leaves room for.
     shares_buffer: Callable[[Any], bool] = lambda _: False
+    # What `namespace_of` is for a request, for a key of a prefix cache that names its nodes.
+    namespace_of_key: Callable[[Any], str | None] = attrgetter("extra_key")
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
     # Of states of linear-attention layers. None: they are not checked.

@@ -14,7 +14,7 @@ from ..guard import attempt
 from ..hicache import LOADED, CopyStreams, agreed, copy_hooks, start_tier
 from ..hook_spec import HookSpec, HookType
 
-__all__ = ["HOOKS"]
+__all__ = ["HOOKS", "UNIFIED_TREE", "refusing_hooks", "tree_hooks"]
 
 
 def _after_tree(_: Any, tree: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,22 +82,35 @@ def _last_of(tree: Any, nodes: list[Any], tokens: int) -> Any:
 
 
 _TREE = "sglang.srt.mem_cache.hiradix_cache.HiRadixCache"
-HOOKS = (
-    HookSpec(f"{_TREE}.__init__", _after_tree, HookType.AFTER, LOADED),
-    *(
-        HookSpec(f"sglang.srt.mem_cache.{method}", _refuse_tree, HookType.BEFORE, LOADED)
-        for method in (
-            "hi_mamba_radix_cache.HiMambaRadixCache.__init__",
-            "unified_radix_cache.UnifiedRadixCache.init_hicache",
-        )
-    ),
-    HookSpec(f"{_TREE}.init_load_back", _around_init_load_back, HookType.AROUND, LOADED),
-    *copy_hooks(
-        CopyStreams(
-            to_host=lambda controller: controller.write_stream,
-            to_device=lambda controller: controller.load_stream,
+UNIFIED_TREE = "unified_radix_cache.UnifiedRadixCache.init_hicache"
+
+
+def refusing_hooks(*starts: str) -> tuple[HookSpec, ...]:
+    """`starts`: where prefix caches of HiCache begin, below `sglang.srt.mem_cache`. None of them starts."""
+    return tuple(
+        HookSpec(f"sglang.srt.mem_cache.{start}", _refuse_tree, HookType.BEFORE, LOADED)
+        for start in starts
+    )
+
+
+def tree_hooks(streams: CopyStreams, refused: tuple[str, ...]) -> tuple[HookSpec, ...]:
+    """The hooks. `refused`: where HiCache's other prefix caches start, below `sglang.srt.mem_cache`."""
+    return (
+        HookSpec(f"{_TREE}.__init__", _after_tree, HookType.AFTER, LOADED),
+        *refusing_hooks(*refused),
+        HookSpec(f"{_TREE}.init_load_back", _around_init_load_back, HookType.AROUND, LOADED),
+        *copy_hooks(
+            streams,
+            load="sglang.srt.managers.cache_controller.HiCacheController.load",
+            pool="sglang.srt.mem_cache.memory_pool_host.HostKVCache",
         ),
-        load="sglang.srt.managers.cache_controller.HiCacheController.load",
-        pool="sglang.srt.mem_cache.memory_pool_host.HostKVCache",
+    )
+
+
+HOOKS = tree_hooks(
+    CopyStreams(
+        to_host=lambda controller: controller.write_stream,
+        to_device=lambda controller: controller.load_stream,
     ),
+    ("hi_mamba_radix_cache.HiMambaRadixCache.__init__", UNIFIED_TREE),
 )

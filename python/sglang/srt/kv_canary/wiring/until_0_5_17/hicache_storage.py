@@ -12,6 +12,7 @@ from ..context import context
 from ..guard import attempt_aside
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
+from ..releases import release
 
 __all__ = ["HOOKS"]
 
@@ -49,7 +50,7 @@ def _store_of(tree: Any) -> PageStore | None:
 def _end_of(tree: Any, node: Any) -> tuple[int, int | None]:
     """(tokens up to `node`, the last one's chain)."""
     if node is tree.root_node:
-        return 0, anchor_of(node.key.extra_key)
+        return 0, anchor_of(release().namespace_of_key(node.key))
     last = int(node.host_value[-1])
     record = context.host_tier.records.part(last, last + 1)
     chain = int(record.words[0, 0, WORD_CHAIN]) if record.present.all() else None

@@ -21,8 +21,8 @@ _ON_GPU = (
     "speculative: draft and draft-extend, top-k 1",
 )
 
-SERVED: tuple[PathSupport, ...] = (
-    *served(*_ON_GPU),
+# 0.5.18 has the same.
+MORE: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
@@ -42,3 +42,5 @@ SERVED: tuple[PathSupport, ...] = (
         "of a prefix without its chain",
     ),
 )
+
+SERVED: tuple[PathSupport, ...] = (*served(*_ON_GPU), *MORE)

@@ -61,7 +61,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "ending requests that read damage",
         lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
-        "SGLANG_KV_CANARY_ACTION=abort does not run on 0.5.17: no request would be ended here.",
+        "SGLANG_KV_CANARY_ACTION=abort does not run on this release: no request would be ended here.",
         "Unset SGLANG_KV_CANARY_ACTION.",
     ),
 )

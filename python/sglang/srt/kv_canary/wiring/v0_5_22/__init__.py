@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...pool_patcher.registry import PoolSupport
 from ...runner.ranks import Ranks
 from ..adapters import shared_key
 from ..context import context
@@ -26,7 +25,7 @@ from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 from .namespace import key_in_chains, namespace
-from .pools import UNIFIED_POOLS
+from .pools import NOT_BUILT, UNIFIED_POOLS
 from .transfers import TRANSFERS
 from .unified_allocator_methods import UNIFIED_ALLOCATORS
 
@@ -105,10 +104,6 @@ def _schedulers_here(_: Any) -> int:
     return len(pp_ranks) * len(tp_ranks) * copies
 
 
-_NOT_BUILT = PoolSupport(
-    refused="SGLang itself cannot build it from 0.5.22 on: its strided views are gone"
-)
-
 RELEASE = Release(
     hook_modules=(
         "allocator",
@@ -151,7 +146,7 @@ RELEASE = Release(
     has_own_canary=True,
     check=lambda: None,
     served=_served,
-    known_pools=lambda: {**POOLS, **UNIFIED_POOLS, PAGE_MAJOR: _NOT_BUILT},
+    known_pools=lambda: {**POOLS, **UNIFIED_POOLS, PAGE_MAJOR: NOT_BUILT},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=attrgetter("kv.req_pool_idx"),  # in C: a step asks for those of the whole batch

@@ -14,10 +14,24 @@ from .lmcache_refusals import LMCACHE_REFUSALS
 from .transfer_refusals import MORE_TRANSFERS
 from .unified_refusals import UNIFIED_REFUSALS
 
-__all__ = ["REFUSALS"]
+__all__ = ["MINICPM", "PAGE_MAJOR_LAYOUT", "REFUSALS"]
 
 _MINICPM = {"minicpm_flashattn", "minicpm_flashinfer"}
 _MEGAKERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
+
+# 0.5.19 has these two, as well.
+PAGE_MAJOR_LAYOUT = Refusal(
+    "page-major KV layout",
+    lambda args: args.enable_page_major_kv_layout and not args.enable_unified_memory,
+    "SGLang itself has no such pool from 0.5.19 on.",
+    "Remove --enable-page-major-kv-layout.",
+)
+MINICPM = Refusal(
+    "MiniCPM sparse attention",
+    lambda args: not _MINICPM.isdisjoint(_attention_backends(args)),
+    "compressed keys in slots of the pool that no page table lists: they choose what attention reads.",
+    "Use another --attention-backend.",
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
@@ -42,12 +56,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "unwritten, and later drafts read it.",
         "Unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND, or remove --speculative-adaptive.",
     ),
-    Refusal(
-        "page-major KV layout",
-        lambda args: args.enable_page_major_kv_layout and not args.enable_unified_memory,
-        "SGLang itself has no such pool from 0.5.22 on.",
-        "Remove --enable-page-major-kv-layout.",
-    ),
+    PAGE_MAJOR_LAYOUT,
     Refusal(
         "sharded KV cache",
         lambda args: args.enable_kv_cache_sharding,
@@ -60,12 +69,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV that is loaded from another server's cache arrives without records.",
         "Remove --enable-unified-cache-external-linker.",
     ),
-    Refusal(
-        "MiniCPM sparse attention",
-        lambda args: not _MINICPM.isdisjoint(_attention_backends(args)),
-        "compressed keys in slots of the pool that no page table lists: they choose what attention reads.",
-        "Use another --attention-backend.",
-    ),
+    MINICPM,
     Refusal(
         "megakernels",
         lambda args: any(getattr(args, name, False) for name in _MEGAKERNELS),

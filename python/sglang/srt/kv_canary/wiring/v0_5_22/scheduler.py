@@ -26,7 +26,8 @@ def _before_session_trim(_: Any, kv: Any, target: int, end: int) -> None:
         context.row_shortened(kv.req_pool_idx)
 
 
-HOOKS = (
+# 0.5.19 has them, too.
+ROW_HOOKS = (
     HookSpec(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
         _before_rows_free,
@@ -39,6 +40,9 @@ HOOKS = (
         HookType.BEFORE,
         ENDED,
     ),
+)
+HOOKS = (
+    *ROW_HOOKS,
     HookSpec(
         "sglang.srt.mem_cache.common.checkpoint_kv_cache",
         around_cache_unfinished,

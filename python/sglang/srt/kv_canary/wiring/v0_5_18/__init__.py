@@ -1,0 +1,48 @@
+"""SGLang 0.5.18, which has most of 0.5.17. A cache salt is no longer a part of a request's extra key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..adapters import shared_key
+from ..from_0_5_17.pools import POOLS, UNIFIED_HYBRID, UNIFIED_MHA
+from ..path_support import PathSupport
+from ..v0_5_17 import RELEASE as OF_0_5_17
+from ..v0_5_22.namespace import namespace
+from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+
+__all__ = ["RELEASE"]
+
+# Module of 0.5.17 -> the one in its place.
+_OTHER_HOOKS = {
+    "v0_5_17.allocator": "v0_5_18.allocator",
+    "until_0_5_17.hicache": "v0_5_18.hicache",
+}
+
+
+def _served() -> tuple[PathSupport, ...]:
+    from .coverage import SERVED
+
+    return SERVED
+
+
+def _namespace_of(request: Any) -> str | None:
+    return namespace(shared_key(request, request.extra_key), request.cache_salt)
+
+
+def _namespace_of_key(key: Any) -> str | None:
+    return namespace(key.extra_key, key.cache_salt)
+
+
+RELEASE = replace(
+    OF_0_5_17,
+    hook_modules=tuple(_OTHER_HOOKS.get(module, module) for module in OF_0_5_17.hook_modules),
+    served=_served,
+    # New, and refused as the others with virtual slot ids.
+    known_pools=lambda: {**OF_0_5_17.known_pools(), UNIFIED_HYBRID: POOLS[UNIFIED_MHA]},
+    namespace_of=_namespace_of,
+    namespace_of_key=_namespace_of_key,
+    allocator_methods=ALLOCATOR_METHODS,
+    swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
+)
