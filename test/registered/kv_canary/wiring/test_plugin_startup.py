@@ -18,7 +18,12 @@ from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.serving import free_port
 from sglang_kv_canary.testing.tiny_models import write_tiny_llama
 from sglang_kv_canary.wiring import collect_hooks
-from sglang_kv_canary.wiring.releases import FAMILIES, NEWEST_FAMILY, release
+from sglang_kv_canary.wiring.releases import (
+    FAMILIES,
+    NEWEST_FAMILY,
+    SUPPORTED_SGLANG_VERSIONS,
+    release,
+)
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.on_releases import fewer_on_newer_releases
@@ -37,7 +42,8 @@ published_args = pytest.mark.skipif(
 )
 GO_ON = "remove --kv-canary"
 
-IS_NEWEST = FAMILIES.get(SGLANG) == NEWEST_FAMILY
+NEWEST = SUPPORTED_SGLANG_VERSIONS[-1]
+IS_OF_NEWEST_FAMILY = FAMILIES.get(SGLANG) == NEWEST_FAMILY
 
 LOAD = """
 import json, sys
@@ -221,11 +227,11 @@ def test_only_who_asked_is_stopped(argv, code, fresh):
     )
     assert ended.returncode == code
     assert "sglang 9 is installed" in ended.stderr
-    moved = "none is gone" if IS_NEWEST else "gone"
-    assert f"functions that the canary hooks in 0.5.23: {moved}" in ended.stderr
+    moved = "none is gone" if SGLANG == NEWEST else "gone"
+    assert f"functions that the canary hooks in {NEWEST}: {moved}" in ended.stderr
 
 
-@pytest.mark.skipif(IS_NEWEST, reason="lacks no hooks; lifted by any older release")
+@pytest.mark.skipif(IS_OF_NEWEST_FAMILY, reason="lacks no hooks; lifted by any older release")
 def test_an_untested_release_may_be_tried_and_names_the_hooks_that_it_lacks(fresh):
     """This release stands in for one: it is not of the newest family."""
     ended = fresh.run(
