@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from sglang.srt.layers.attention import triton_backend
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.fault_cases import Case, tags, two_prompts
@@ -133,6 +134,10 @@ class TestEagle3(EagleFaults):
 
 
 @from_0_5_22
+@pytest.mark.skipif(
+    not hasattr(triton_backend, "generate_draft_decode_window_kv_indices"),
+    reason="SGLang 0.5.22 itself ends: its Triton backend lists no slots of the window; lifted by SGLANG=0.5.23",
+)
 class TestDraftWindow(TestEagle3):
     """The draft model attends to few tokens. Its pool holds all of them, and all are checked."""
 

@@ -348,6 +348,7 @@ NOT_BY_AN_ARGUMENT = {
     "SGLANG_SIMULATE_ACC_LEN with draft trees",
     "speculative decoding beside prefills of other ranks",
     *(["adaptive speculation without draft-extend"] if not IS_BETWEEN else []),
+    *(["megakernels"] if SGLANG == "0.5.22" else []),  # which has no such flag
     *(
         ["HiCache with the unified or C++ radix tree"]
         if not REFUSES_HICACHE and hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
