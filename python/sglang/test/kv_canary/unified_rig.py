@@ -5,6 +5,7 @@ Requests hold virtual slots. Each forward gets physical ones, translated by SGLa
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from .paged_rig import PagedRig, Rows
 from .pool_fixtures import RealPool, small_states
 
 LAYERS = (1, 3)  # full-attention layers; the others keep states
+
+
+# 0.5.22 takes that of K.
+_V_HEAD_DIM = (
+    {"v_head_dim": 8} if "v_head_dim" in signature(init_unified_mamba_pools).parameters else {}
+)
 
 
 def make_unified_pool(
@@ -32,7 +39,7 @@ def make_unified_pool(
         kv_cache_dtype=dtype,
         head_num=2,
         head_dim=8,
-        v_head_dim=8,
+        **_V_HEAD_DIM,
         page_size=page_size,
         start_layer=0,
         end_layer=4,

@@ -99,7 +99,9 @@ def _queue(request: Any, sampled: int) -> Any:
     queue._poll_with_metadata_gate = lambda: [KVPoll.Success]
     queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda _: None)
     queue.metadata_buffers = SimpleNamespace(
-        get_buf=lambda _: _metadata(sampled), clear_slot=lambda _: None
+        get_buf=lambda _: _metadata(sampled),
+        clear_slot=lambda _: None,
+        bootstrap_room=[ROOM],  # 0.5.22 clears it itself
     )
     queue.scheduler = SimpleNamespace(
         enable_decode_hicache=False,
