@@ -15,10 +15,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.from_0_5_17.moved_mappings import before_move
-from sglang_kv_canary.wiring.v0_5_17 import moved_mappings as of_0_5_17
+from sglang_kv_canary.wiring.from_0_5_17.moved_mappings import before_action, before_move
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.v0_5_22 import moved_mappings as of_0_5_22
-from sglang_kv_canary_rigs.on_releases import from_0_5_22
 from sglang_kv_canary_rigs.radix_fixtures import cache_params
 from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
 
@@ -49,8 +48,8 @@ def test_a_move_comes_after_the_forwards(waits: list[Any], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("action", "moves"), [("RecoverSWAWithLockedFull", True), ("RebuildFullToSWAMapping", False)]
 )
-def test_of_the_actions_of_0_5_17_one_moves(waits: list[Any], action: str, moves: bool) -> None:
-    of_0_5_17._before_action(object(), type(action, (), {})())
+def test_of_the_actions_until_0_5_21_one_moves(waits: list[Any], action: str, moves: bool) -> None:
+    before_action(object(), type(action, (), {})())
     assert waits == [FORWARDS] * moves
 
 
@@ -88,12 +87,19 @@ class _Rig(TreeRig):
     def hold(self) -> Any:
         """A request holds the full slots of TOKENS. Returns them."""
         found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", TOKENS))))
+        node = found.last_device_node
+        if not hasattr(self.tree, "release_swa"):  # 0.5.21
+            self.tree.dec_swa_lock_only(node, self.tree.inc_lock_ref(node).to_dec_params())
+            return found.device_indices.long()
         assert found.device_prefix_len == len(TOKENS)
-        self.tree.release_swa(self.tree.lock(found.last_device_node))
-        return self.tree.path_device_indices(found.last_device_node).long()
+        self.tree.release_swa(self.tree.lock(node))
+        return self.tree.path_device_indices(node).long()
 
 
-@from_0_5_22
+@pytest.mark.skipif(
+    "from_0_5_21.allocator" not in release().hook_modules,
+    reason="another tree moves them there; lifted by make test SGLANG=0.5.23",
+)
 @pytest.mark.parametrize("has_left_the_window", [True, False])
 def test_the_tree_waits_where_it_moves_mappings(
     waits: list[Any], monkeypatch: pytest.MonkeyPatch, has_left_the_window: bool

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from ...pool_patcher.registry import Coverage
 from ..path_support import PathSupport
 
-__all__ = ["NO_GPU", "served"]
+__all__ = ["HICACHE", "NO_GPU", "served"]
 
 _COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
 NO_GPU = "never run on a GPU"
+HICACHE = "HiCache: host memory, and the storage backend file"
 _GRAPHS = ("decode CUDA graphs", "prefill CUDA graphs")  # captured on a GPU only
 
 # Name -> what is said besides what has run on a GPU.
@@ -47,22 +48,28 @@ _PARTLY_SERVED: dict[str, str] = {
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
     "speculative: draft trees, top-k > 1": "NGRAM, and v2. Refused where SGLang itself cannot move KV. EAGLE, on "
     "0.5.23 also EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding windows, linear attention and pipeline stages",
-    "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
-    "not used",
+    HICACHE: "MHA and MLA pools; a page without records, or damaged, is not used",
 }
 
 
 def served(
-    *on_gpu: str, where: str = "", more: Mapping[str, str] = MappingProxyType({})
+    *on_gpu: str,
+    where: str = "",
+    more: Mapping[str, str] = MappingProxyType({}),
+    without: Collection[str] = (),
 ) -> tuple[PathSupport, ...]:
-    """`on_gpu`: the paths that have run on a GPU. `where`: on which of the releases. `more`: what to say of a path."""
+    """`on_gpu`: the paths that have run on a GPU. `where`: on which of the releases. `more`: what to say of a path.
+
+    `without`: the paths that a family refuses, or says something else of.
+    """
     ran = dict.fromkeys(on_gpu, where)
     partly = {
         name: "; ".join(filter(None, (more.get(name), what)))
         for name, what in _PARTLY_SERVED.items()
+        if name not in without
     }
     return (
-        *(_path(name, what, ran.get(name)) for name, what in _PATHS.items()),
+        *(_path(name, what, ran.get(name)) for name, what in _PATHS.items() if name not in without),
         *(_path(name, what, ran.get(name), _PARTLY) for name, what in partly.items()),
         PathSupport(
             "states of linear-attention layers",

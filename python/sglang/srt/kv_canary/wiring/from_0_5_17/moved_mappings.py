@@ -15,14 +15,20 @@ from ..forward_stream import await_forwards
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
 
-__all__ = ["before_move", "move_hooks"]
+__all__ = ["before_action", "before_move", "move_hooks"]
 
+_MOVES = "RecoverSWAWithLockedFull"  # one of many actions of a component, until 0.5.21 the only one that moves
 _EARLY = "SWA slots that change hands under a forward would be false alarms"
 
 
 @guarded
 def before_move(*_: Any, **__: Any) -> None:
     await_forwards()
+
+
+def before_action(component: Any, action: Any) -> None:
+    if type(action).__name__ == _MOVES:
+        before_move()
 
 
 def move_hooks(targets: dict[str, Callable[..., None]]) -> tuple[HookSpec, ...]:

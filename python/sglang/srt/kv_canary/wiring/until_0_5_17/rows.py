@@ -37,10 +37,12 @@ _BEFORE = (
     (f"{_SESSIONS}.release_session", _before_session_release),
     (f"{_SESSIONS}._free_kv_aligned", _before_session_trim),
 )
-CACHED = HookSpec(
-    "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
-    around_cache_unfinished,
-    HookType.AROUND,
-    REWRITTEN,
+HOOKS = (
+    *(HookSpec(target, fn, HookType.BEFORE, ENDED) for target, fn in _BEFORE),
+    HookSpec(
+        "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
+        around_cache_unfinished,
+        HookType.AROUND,
+        REWRITTEN,
+    ),
 )
-HOOKS = (*(HookSpec(target, fn, HookType.BEFORE, ENDED) for target, fn in _BEFORE), CACHED)

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..adapters import shared_key
 from ..from_0_5_17.pools import POOLS, UNIFIED_HYBRID, UNIFIED_MHA
+from ..from_0_5_21.answers import salted
 from ..path_support import PathSupport
 from ..v0_5_17 import RELEASE as OF_0_5_17
-from ..v0_5_22.namespace import namespace
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
@@ -28,11 +28,11 @@ def _served() -> tuple[PathSupport, ...]:
 
 
 def _namespace_of(request: Any) -> str | None:
-    return namespace(shared_key(request, request.extra_key), request.cache_salt)
+    return salted(shared_key(request, request.extra_key), request.cache_salt)
 
 
 def _namespace_of_key(key: Any) -> str | None:
-    return namespace(key.extra_key, key.cache_salt)
+    return salted(key.extra_key, key.cache_salt)
 
 
 RELEASE = replace(

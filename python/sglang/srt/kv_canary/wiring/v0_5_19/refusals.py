@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..from_0_5_21.refusals import MINICPM, PAGE_MAJOR_LAYOUT
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal
 from ..until_0_5_17 import hicache_refusals
 from ..v0_5_17.refusals import REFUSALS as OF_0_5_17
-from ..v0_5_22.refusals import MINICPM, PAGE_MAJOR_LAYOUT
 
 __all__ = ["REFUSALS"]
 

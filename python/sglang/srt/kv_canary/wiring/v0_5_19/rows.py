@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..until_0_5_17.rows import CACHED
-from ..v0_5_22.scheduler import ROW_HOOKS
+from ..from_0_5_21.rows import row_hooks
 
-HOOKS = (*ROW_HOOKS, CACHED)
+HOOKS = row_hooks("sglang.srt.mem_cache.common.maybe_cache_unfinished_req")

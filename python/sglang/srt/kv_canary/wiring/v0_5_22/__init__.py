@@ -17,15 +17,23 @@ from ..from_0_5_17.answers import (
     cuts_decode_graphs,
     decode_graphs_of,
     indexer_pool_of,
-    server_args,
 )
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
+from ..from_0_5_21.allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+from ..from_0_5_21.answers import (
+    NOT_BUILT,
+    pads_to_other_ranks,
+    queues_frees,
+    row_of,
+    salted,
+    server_args,
+    settled,
+)
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
-from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
-from .namespace import key_in_chains, namespace
-from .pools import NOT_BUILT, UNIFIED_POOLS
+from .namespace import key_in_chains
+from .pools import UNIFIED_POOLS
 from .transfers import TRANSFERS
 from .unified_allocator_methods import UNIFIED_ALLOCATORS
 
@@ -52,7 +60,7 @@ def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
 
 def _namespace_of(request: Any) -> str | None:
     key = shared_key(request, key_in_chains(request.extra_key))
-    return namespace(key, request.cache_salt)
+    return salted(key, request.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -73,27 +81,6 @@ def _ranks_of(_: Any) -> Ranks:
     return Ranks(parallel.tp_rank, parallel.pp_rank, dp_rank, parallel.moe_ep_rank)
 
 
-def _queues_frees(allocator: Any) -> bool:
-    # Freed pages are seen in `_release_page_ids`, whichever call frees them.
-    return allocator.free_group is not None or hasattr(allocator, "_release_page_ids")
-
-
-def _settled(server_args: Any) -> Any:
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-
-    return resolving_view(server_args)
-
-
-def _server_args() -> Any:
-    return _settled(server_args())
-
-
-def _pads_to_other_ranks(_: Any) -> bool:
-    from sglang.srt.utils.common import require_mlp_sync
-
-    return require_mlp_sync()
-
-
 def _schedulers_here(_: Any) -> int:
     from sglang.srt.entrypoints.engine import _calculate_rank_ranges
     from sglang.srt.runtime_context import get_parallel
@@ -107,9 +94,9 @@ def _schedulers_here(_: Any) -> int:
 RELEASE = Release(
     hook_modules=(
         "allocator",
-        "v0_5_22.allocator",
-        "v0_5_22.beam_search",
-        "v0_5_22.context_parallel",
+        "from_0_5_21.allocator",
+        "from_0_5_21.beam_search",
+        "from_0_5_21.context_parallel",
         "v0_5_22.dflash",
         "from_0_5_17.cuda_graph",
         "v0_5_22.disaggregation",
@@ -136,7 +123,7 @@ RELEASE = Release(
         "from_0_5_17.speculative",
         "from_0_5_17.swa_location",
         "token_oracle",
-        "v0_5_22.weights",
+        "from_0_5_21.weights",
         "live_questions",
         "server_info",
         "compile_server",
@@ -149,24 +136,24 @@ RELEASE = Release(
     known_pools=lambda: {**POOLS, **UNIFIED_POOLS, PAGE_MAJOR: NOT_BUILT},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
-    row_of=attrgetter("kv.req_pool_idx"),  # in C: a step asks for those of the whole batch
+    row_of=row_of,
     tokens_of=_tokens_of,
     namespace_of=_namespace_of,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
     swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
-    queues_frees=_queues_frees,
+    queues_frees=queues_frees,
     allocator_parts=UNIFIED_ALLOCATORS,
     swa_location=torch.int64,
     draft_ids=torch.int64,
-    settled=_settled,
-    server_args=_server_args,
+    settled=settled,
+    server_args=server_args,
     indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
     captured=captured,
     cuts_decode_graphs=cuts_decode_graphs,
-    pads_to_other_ranks=_pads_to_other_ranks,
+    pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
     shares_buffer=attrgetter("enable_unified_memory"),

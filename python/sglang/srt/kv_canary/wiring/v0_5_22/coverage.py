@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
 from ..from_0_5_17.coverage import NO_GPU, served
+from ..from_0_5_21.coverage import BEAM_SEARCH
 from ..path_support import PathSupport
 
 _ON_GPU = (
@@ -93,9 +94,5 @@ SERVED: tuple[PathSupport, ...] = (
         "each rank stores, and checks, all tokens; MHA and DSA (interleave, without its kernels) on CPU; MLA, and DSA "
         "with zigzag, read",
     ),
-    PathSupport(
-        "beam search",
-        Coverage.REFUSED,
-        "requests with beam_width are answered with an error: a beam's rows belong to no request",
-    ),
+    BEAM_SEARCH,
 )

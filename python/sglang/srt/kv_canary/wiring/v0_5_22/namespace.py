@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from ..context import context
 
-__all__ = ["END", "OURS", "as_sent", "key_in_chains", "namespace"]
+__all__ = ["END", "OURS", "as_sent", "key_in_chains"]
 
 END = "\x1f"  # of what is ours in an extra key
 OURS = f"{END}kv-canary "  # begins it
-
-
-def namespace(extra_key: str | None, cache_salt: str | None) -> str | None:
-    """As the anchor of a chain takes it. None: the default namespace."""
-    return extra_key if cache_salt is None else f"{extra_key or ''}\n{cache_salt}"
 
 
 def as_sent(extra_key: str | None) -> str | None:

@@ -12,12 +12,7 @@ from ..from_0_5_17.pools import (
     judged,
 )
 
-__all__ = ["NOT_BUILT", "UNIFIED_POOLS"]
-
-# Page-major MHA, from 0.5.19 on.
-NOT_BUILT = PoolSupport(
-    refused="SGLang itself cannot build it any more: its strided views are gone"
-)
+__all__ = ["UNIFIED_POOLS"]
 
 _SERVED = "; judged by pool objects; served on CPU and an H100 with 0.5.23"
 UNIFIED_POOLS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...pool_kind import PoolKind
 from ..allocator_parts import AllocatorParts
-from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+from ..from_0_5_21.allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 # What both kinds have beside other allocators.
 _UNIFIED = frozenset(

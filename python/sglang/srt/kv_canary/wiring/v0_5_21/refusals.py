@@ -1,0 +1,41 @@
+"""Setups that are refused with the canary. Checked at start-up, printed by `kv-canary pools`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+
+from ..from_0_5_17.refusals import SHARED
+from ..from_0_5_17.until_0_5_21 import UNTIL_0_5_21
+from ..from_0_5_21.refusals import FROM_0_5_21
+from ..refusals import Refusal
+
+__all__ = ["REFUSALS"]
+
+
+def _relays_drafts(args: Any) -> bool:
+    return (
+        args.speculative_algorithm is not None
+        and args.pp_size > 1
+        and envs.SGLANG_ENABLE_PP_SPEC.get()
+    )
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    *SHARED,
+    *UNTIL_0_5_21,
+    *FROM_0_5_21,
+    Refusal(
+        "HiCache",
+        lambda args: bool(args.enable_hierarchical_cache),
+        "copies between device and host, which are followed up to 0.5.17 and from 0.5.22 on only.",
+        "Remove --enable-hierarchical-cache, or use 0.5.22 or 0.5.23.",
+    ),
+    Refusal(
+        "drafts that are relayed over pipeline stages",
+        _relays_drafts,
+        "drafts of the last stage that other stages verify, which is followed from 0.5.22 on only.",
+        "Unset SGLANG_ENABLE_PP_SPEC and remove --pp-size, or remove --speculative-algorithm.",
+    ),
+)
