@@ -1,9 +1,12 @@
 """Processes compile what the scheduler process will launch, and it finds all of that in Triton's cache."""
 
+import fcntl
 import sys
 import textwrap
 import time
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,6 +15,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
 from sglang_kv_canary.kernels.triton.capability import capability_of
+from sglang_kv_canary.kernels.triton.compile_requests import CompileRequests, write_answer
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
@@ -235,6 +239,25 @@ def test_a_server_that_is_gone_is_not_asked(tmp_path) -> None:
     print("done")
     """
     assert run(program, tmp_path) == ["done"]
+
+
+@pytest.mark.parametrize("answer", [None, "its hash"])
+def test_who_waits_for_a_server_notices_its_end(answer: str | None, tmp_path: Path) -> None:
+    """It lives at first. The lock is all that is seen of it, and this process holds it here."""
+    variant, found = SimpleNamespace(name="a"), []
+    (tmp_path / "cache").write_text("")
+    with open(tmp_path / "alive", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        requests = CompileRequests(tmp_path)
+        waiting = Thread(target=lambda: found.append(requests.answer(variant)), daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        assert requests.is_served
+        if answer is not None:
+            write_answer(tmp_path, "a", answer)
+    waiting.join(30.0)
+    assert found == [answer]
 
 
 def test_the_driver_says_what_gpu_it_compiles_for() -> None:

@@ -76,17 +76,18 @@ class CompileRequests:
 
     def answer(self, variant: Variant) -> str | None:
         """Waits for it. None: the server has ended without one."""
-        path, next_check = self._folder / f"{variant.name}.answer", 0.0
+        path, alive, next_check = self._folder / f"{variant.name}.answer", True, 0.0
         while True:
             # In this order: an answer may come between the two.
-            alive = time.monotonic() < next_check or self.is_served
+            if time.monotonic() >= next_check:
+                alive = self.is_served
+                next_check = time.monotonic() + _CHECK_LIFE_EVERY_S
             try:
                 return path.read_text()
             except OSError:
                 pass
             if not alive:
                 return None
-            next_check = max(next_check, time.monotonic() + _CHECK_LIFE_EVERY_S)
             time.sleep(_LOOK_EVERY_S)
 
     @property
