@@ -306,7 +306,7 @@ if not REFUSES_HICACHE:
 else:
     for name in [name for name in ASKED if name.startswith("HiCache with ")]:
         del ASKED[name]
-if SGLANG != "0.5.19":
+if SGLANG not in ("0.5.19", "0.5.21"):
     del ASKED["speculative decoding with mixed chunks"]
 if SGLANG in ("0.5.17", "0.5.18"):
     del ASKED["page-major KV layout"]  # builds such pools, which are covered
@@ -350,7 +350,14 @@ NOT_BY_AN_ARGUMENT = {
     "SGLANG_SIMULATE_ACC_LEN with draft trees",
     "speculative decoding beside prefills of other ranks",
     *(["adaptive speculation without draft-extend"] if not IS_BETWEEN else []),
-    *(["drafts that are relayed over pipeline stages"] if SGLANG == "0.5.21" else []),
+    *(
+        [
+            "drafts that are relayed over pipeline stages",
+            "speculative decoding with coordinated prefills",
+        ]
+        if SGLANG == "0.5.21"
+        else []
+    ),
     *(["megakernels"] if SGLANG == "0.5.22" else []),  # which has no such flag
     *(
         ["HiCache with the unified or C++ radix tree"]

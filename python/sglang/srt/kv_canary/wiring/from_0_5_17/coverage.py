@@ -26,7 +26,7 @@ _PATHS: dict[str, str] = {
     "flush_cache": "",
     "LoRA and cache salts": "by the chain's anchor",
     "decode CUDA graphs": "",
-    "prefill CUDA graphs": "breakable; up to 0.5.19 piecewise, too",
+    "prefill CUDA graphs": "breakable; up to 0.5.21 piecewise, too",
     "weight update, also under running requests": "",
     "tensor parallelism": "each rank checks its own pool",
     "pipeline parallelism": "each stage checks its own layers, and decode inputs against the last stage's samples",

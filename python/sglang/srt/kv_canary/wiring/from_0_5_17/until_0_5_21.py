@@ -8,7 +8,16 @@ from ...config import Action
 from ...plan.speculation import why_draft_is_unchecked
 from ..refusals import DISAGGREGATION, Refusal, pads_to_other_ranks
 
-__all__ = ["UNTIL_0_5_21"]
+__all__ = ["MIXED_CHUNKS", "UNTIL_0_5_21"]
+
+# 0.5.19 and 0.5.21 have it.
+MIXED_CHUNKS = Refusal(
+    "speculative decoding with mixed chunks",
+    lambda args: args.speculative_algorithm is not None and bool(args.enable_mixed_chunk),
+    "verifies and prefills in one forward, which are followed from 0.5.22 on only.",
+    "Remove --speculative-algorithm or --enable-mixed-chunk.",
+)
+
 
 UNTIL_0_5_21: tuple[Refusal, ...] = (
     Refusal(

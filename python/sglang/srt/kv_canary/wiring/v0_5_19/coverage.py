@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..from_0_5_17.coverage import served
+from ..from_0_5_17.coverage import HICACHE, served
+from ..from_0_5_21.coverage import BEAM_SEARCH
 from ..path_support import PathSupport
 from ..v0_5_17.coverage import MORE
 
-_HICACHE = "HiCache: host memory, and the storage backend file"
+_SWEEP = "sweep of cached prefixes"
 
 SERVED: tuple[PathSupport, ...] = (
-    *(path for path in served() if path.name != _HICACHE),
-    *MORE,
-    PathSupport(_HICACHE, Coverage.REFUSED, "followed up to 0.5.18, and from 0.5.22 on"),
+    *served(without={HICACHE}),
+    *(path for path in MORE if path.name != _SWEEP),
+    PathSupport(HICACHE, Coverage.REFUSED, "followed up to 0.5.18, and from 0.5.22 on"),
     PathSupport(
-        "beam search",
-        Coverage.REFUSED,
-        "requests with beam_width are answered with an error: a beam's rows belong to no request",
+        _SWEEP,
+        Coverage.PARTLY,
+        "the unified tree of all models, in one chunk a pass, which waits for the GPU; the first slot of a prefix "
+        "without its chain",
     ),
+    BEAM_SEARCH,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..from_0_5_17.until_0_5_21 import MIXED_CHUNKS
 from ..from_0_5_21.refusals import MINICPM, PAGE_MAJOR_LAYOUT
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal
@@ -22,10 +23,5 @@ REFUSALS: tuple[Refusal, ...] = (
         "its reads from storage are counted in another way than on 0.5.18 and 0.5.22, whose ways are followed.",
         "Remove --enable-hierarchical-cache, or use another release.",
     ),
-    Refusal(
-        "speculative decoding with mixed chunks",
-        lambda args: args.speculative_algorithm is not None and bool(args.enable_mixed_chunk),
-        "verifies and prefills in one forward, which are followed from 0.5.22 on only.",
-        "Remove --speculative-algorithm or --enable-mixed-chunk.",
-    ),
+    MIXED_CHUNKS,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
-from ..from_0_5_17.until_0_5_21 import UNTIL_0_5_21
+from ..from_0_5_17.until_0_5_21 import MIXED_CHUNKS, UNTIL_0_5_21
 from ..from_0_5_21.refusals import FROM_0_5_21
 from ..refusals import Refusal
 
@@ -37,5 +37,15 @@ REFUSALS: tuple[Refusal, ...] = (
         _relays_drafts,
         "drafts of the last stage that other stages verify, which is followed from 0.5.22 on only.",
         "Unset SGLANG_ENABLE_PP_SPEC and remove --pp-size, or remove --speculative-algorithm.",
+    ),
+    MIXED_CHUNKS,
+    Refusal(
+        "speculative decoding with coordinated prefills",
+        lambda args: (
+            args.speculative_algorithm is not None
+            and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+        ),
+        "ranks that draft beside prefills of others in the same step, which is followed from 0.5.22 on only.",
+        "Unset SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION, or remove --speculative-algorithm.",
     ),
 )
