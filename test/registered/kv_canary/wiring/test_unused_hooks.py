@@ -14,6 +14,7 @@ from sglang_kv_canary.testing.mode_config import server_args_of
 from sglang_kv_canary.testing.serving import free_port
 from sglang_kv_canary.testing.tiny_models import write_tiny_llama
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.on_releases import REFUSES_HICACHE
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
@@ -49,6 +50,7 @@ AT_THE_START = {
     "sglang.srt.server_args.ServerArgs.check_server_args",
     "sglang.srt.server_args.ServerArgs.from_cli_args",
 }
+FEWEST = 50 if REFUSES_HICACHE else 60  # hooks that are taken out
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 
 
@@ -65,7 +67,7 @@ print(json.dumps([taken, everything, [t for t in hooked() if is_method(t)]]))
 """
     taken, everything, left = _run(code)
     assert RUN_BATCH in taken
-    assert len(taken) > 50
+    assert len(taken) > FEWEST
     assert set(taken) < set(everything)
     assert set(left) <= AT_THE_START
 
@@ -106,8 +108,8 @@ def test_what_another_plugin_has_hooked_too_stays_as_it_is() -> None:
     code = """
 Scheduler.run_batch = theirs = _wrap_fn(Scheduler.run_batch, lambda *_: None, HookType.BEFORE)
 taken = take_unused_hooks_out(OFF)
-print(json.dumps(["RUN_BATCH" in taken, Scheduler.run_batch is theirs, len(taken) > 50]))
-""".replace("RUN_BATCH", RUN_BATCH)
+print(json.dumps(["RUN_BATCH" in taken, Scheduler.run_batch is theirs, len(taken) > FEWEST]))
+""".replace("RUN_BATCH", RUN_BATCH).replace("FEWEST", str(FEWEST))
     assert _run(code) == [False, True, True]
 
 
@@ -136,8 +138,8 @@ def fails_once(target, hooks):
 unused_hooks.below_hooks = fails_once
 unused_hooks.logger.warning = lambda text, *values: said.append(text % values)
 taken = take_unused_hooks_out(OFF)
-print(json.dumps([len(taken) > 50, [t for t in hooked() if t in taken or t == "RUN_BATCH"], said]))
-""".replace("RUN_BATCH", RUN_BATCH)
+print(json.dumps([len(taken) > FEWEST, [t for t in hooked() if t in taken or t == "RUN_BATCH"], said]))
+""".replace("RUN_BATCH", RUN_BATCH).replace("FEWEST", str(FEWEST))
     assert _run(code) == [
         True,
         [RUN_BATCH],
@@ -207,9 +209,9 @@ for server_args in [ServerArgs(**each) for each in json.loads(sys.argv[1])]:
         pass
     destroy_model_parallel()
     destroy_distributed_environment()
-    seen.append([has_ours("RUN_BATCH"), len(context.registration.taken_out) > 50, context.active])
+    seen.append([has_ours("RUN_BATCH"), len(context.registration.taken_out) > FEWEST, context.active])
 print(json.dumps(seen))
-""".replace("RUN_BATCH", RUN_BATCH)
+""".replace("RUN_BATCH", RUN_BATCH).replace("FEWEST", str(FEWEST))
 WITHOUT, WITH = [False, True, False], [True, False, True]
 
 
