@@ -26,7 +26,7 @@ _OTHER_HOOKS = {
     "v0_5_18.hicache": ("v0_5_19.hicache",),
     "until_0_5_17.hicache_storage": (),
     "from_0_5_17.hicache_eviction": (),
-    "until_0_5_17.rows": ("v0_5_19.rows",),
+    "until_0_5_17.rows": ("v0_5_21.rows",),
 }
 
 
