@@ -8,11 +8,15 @@ from types import MappingProxyType
 from ...pool_patcher.registry import Coverage
 from ..path_support import PathSupport
 
-__all__ = ["HICACHE", "NO_GPU", "served"]
+__all__ = ["HICACHE", "NO_GPU", "SESSION_RADIX_CACHE", "served"]
 
 _COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
 NO_GPU = "never run on a GPU"
 HICACHE = "HiCache: host memory, and the storage backend file"
+# Of releases on which it has run on a CPU alone
+SESSION_RADIX_CACHE = PathSupport(
+    "session radix cache", _COVERED, f"it changes what is evicted; {NO_GPU}"
+)
 _GRAPHS = ("decode CUDA graphs", "prefill CUDA graphs")  # captured on a GPU only
 
 # Name -> what is said besides what has run on a GPU.

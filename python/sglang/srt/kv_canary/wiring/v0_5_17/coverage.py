@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..from_0_5_17.coverage import NO_GPU, served
+from ..from_0_5_17.coverage import NO_GPU, SESSION_RADIX_CACHE, served
 from ..path_support import PathSupport
 
 _ON_GPU = (
@@ -28,7 +28,7 @@ MORE: tuple[PathSupport, ...] = (
         Coverage.PARTLY,
         f"EAGLE, also with MLA and DSA, and EAGLE3, also with trees, with data-parallel attention; {NO_GPU}",
     ),
-    PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
+    SESSION_RADIX_CACHE,
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..from_0_5_17.coverage import HICACHE, NO_GPU, served
+from ..from_0_5_17.coverage import HICACHE, NO_GPU, SESSION_RADIX_CACHE, served
 from ..from_0_5_21.coverage import BEAM_SEARCH
 from ..path_support import PathSupport
 
@@ -17,7 +17,7 @@ SERVED: tuple[PathSupport, ...] = (
         Coverage.PARTLY,
         f"EAGLE and EAGLE3 with data-parallel attention; {NO_GPU}",
     ),
-    PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
+    SESSION_RADIX_CACHE,
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
