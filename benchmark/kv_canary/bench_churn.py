@@ -144,6 +144,8 @@ class Meter:
             line |= self._counts.stop(steps)
         if self.schedule is not None:
             line |= self.schedule.figures()
+            if self.schedule.timeline is not None:
+                self.schedule.timeline.leave(scheduler)
             self.schedule = None
             del scheduler.recv_requests, scheduler.process_batch_result
         if scheduler.tp_rank == 0:
@@ -168,11 +170,13 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
             self._canary_meter = Meter(self)
         self._canary_meter.to(self, state, path)
 
-    def begin_schedule(self: Any, total: int, clients: int) -> None:
+    def begin_schedule(self: Any, total: int, clients: int, timeline: bool) -> None:
         # Of several ranks the first one decides when requests come. The others follow it.
         turns = Turns.of_environment() if self.tp_rank == 0 else None
         take_core(self.tp_rank)
-        self._canary_meter.schedule = follow(self, Schedule(total, clients, turns))
+        schedule = self._canary_meter.schedule = follow(self, Schedule(total, clients, turns))
+        if timeline:
+            schedule.follow_launches(self)
 
     _count_retractions()
     Waits.count()
@@ -239,7 +243,12 @@ async def _traffic(engine: Any, seed: int, options: argparse.Namespace) -> None:
 def serve(engine: Any, state: str, seed: int, options: argparse.Namespace, path: str) -> None:
     bench_switch._empty(engine)
     engine.collective_rpc("canary_to", state=state, path=path)
-    engine.collective_rpc("begin_schedule", total=options.requests, clients=options.clients)
+    engine.collective_rpc(
+        "begin_schedule",
+        total=options.requests,
+        clients=options.clients,
+        timeline=options.timeline,
+    )
     engine.loop.run_until_complete(_traffic(engine, seed, options))
     bench_switch._empty(engine)
     engine.collective_rpc("canary_to", state="off", path=path)
@@ -307,6 +316,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         "--without-kernels",
         action="store_true",
         help="on a CPU: launches are prepared and not run, so that the host time of versions can be compared",
+    )
+    parser.add_argument(
+        "--timeline",
+        action="store_true",
+        help="means of a step's parts on the host, and how long the GPU idles before a batch; costs some us a step",
     )
     parser.add_argument("--out")
     options = parser.parse_args()

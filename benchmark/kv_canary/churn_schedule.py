@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from step_timeline import StepTimeline
 from turns import Turns
 
 
@@ -62,6 +63,7 @@ class Schedule:
     total: int
     clients: int
     turns: Turns | None = None  # with another server
+    timeline: StepTimeline | None = None
     _held: dict[str, Any] = field(default_factory=dict)  # by name, until all have arrived
     _queue: Iterator[Any] | None = None
     _begun: dict[str, float] = field(default_factory=dict)
@@ -106,7 +108,11 @@ class Schedule:
         ]
         gets = [req for req in running if req.is_chunked <= 0]
         chunks = [req.rid for req in running if req.is_chunked > 0]
+        if self.timeline is not None:
+            self.timeline.mark("between launch and results")
         process()
+        if self.timeline is not None:
+            self.timeline.mark("handle results")
         self._ended += sum(req.finished_reason is not None for req in gets)
         names = [req.rid for req in gets]
         extends = batch.forward_mode.is_extend()
@@ -123,6 +129,15 @@ class Schedule:
         self._steps.append(step)
         if self.turns is not None:
             (self.turns.leave if len(self._begun) == self.total else self.turns.after_step)()
+
+    def follow_launches(self, scheduler: Any) -> None:
+        """Until `figures` are asked for and the timeline leaves."""
+
+        def away() -> float:
+            return 0.0 if self.turns is None else self.turns.away
+
+        self.timeline = StepTimeline(self._now, away, lambda: Waits.seconds)
+        self.timeline.follow(scheduler)
 
     def _now(self) -> float:
         """Seconds."""
@@ -160,6 +175,7 @@ class Schedule:
             "step_waits": waits,
             "step_extends": [step.extends for step in steps],
             **_means_by_kind(steps, lengths, waits, faults),
+            **({} if self.timeline is None else {"timeline": self.timeline.figures(first, last)}),
         }
 
     def _latencies(self, first: int, last: int) -> tuple[list[float], list[float]]:

@@ -53,7 +53,7 @@ class Turns:
     _mine: int = -1
     _other: int = -1
     _steps: int = 0
-    _away: float = 0.0  # seconds
+    away: float = 0.0  # seconds in which the other server had its turn
     _other_left: bool = False
     _left: bool = True
 
@@ -71,7 +71,7 @@ class Turns:
 
     def now(self) -> float:
         """Seconds, without those in which the other server had its turn."""
-        return time.perf_counter() - self._away
+        return time.perf_counter() - self.away
 
     def meet(self) -> None:
         """Both servers have their requests. The second one waits for its first turn."""
@@ -82,7 +82,7 @@ class Turns:
         self._steps, self._other_left, self._left = 0, False, False
         if self.setting.place == 1:
             self._other_left = self._read() == _LEFT
-        self._away += time.perf_counter() - began
+        self.away += time.perf_counter() - began
 
     def after_step(self) -> None:
         self._steps += 1
@@ -92,7 +92,7 @@ class Turns:
         began = time.perf_counter()
         os.write(self._other, _TURN)
         self._other_left = self._read() == _LEFT
-        self._away += time.perf_counter() - began
+        self.away += time.perf_counter() - began
 
     def leave(self) -> None:
         """The schedule is over. The first server waits until it is over for the second one, too."""
@@ -104,7 +104,7 @@ class Turns:
         os.write(self._other, _LEFT)
         while self.setting.place == 0 and not self._other_left:
             self._other_left = self._read() == _LEFT
-        self._away += time.perf_counter() - began
+        self.away += time.perf_counter() - began
 
     def _read(self) -> bytes:
         if not select.select([self._mine], [], [], TIMEOUT_S)[0]:

@@ -354,5 +354,75 @@ def test_steps_with_chunks_of_other_prompts_are_other_batches(
     assert found[0] == found[1] != found[2]
 
 
+class _Runner:
+    """Stands for SGLang's ModelRunner."""
+
+    def forward(self) -> None:
+        self.clock.seconds += 0.001  # before the layers
+        self._forward_raw()
+        self.clock.seconds += 0.003
+
+    def _forward_raw(self) -> None:
+        self.clock.seconds += 0.01
+
+
+class _Scheduler:
+    """Stands for SGLang's, whose loop a CPU cannot time by a clock of a test."""
+
+    def __init__(self) -> None:
+        self.clock = SimpleNamespace(seconds=0.0, waited=0.0)
+        runner = _Runner()
+        runner.clock = self.clock
+        self.tp_worker = SimpleNamespace(model_runner=runner)
+
+    def get_next_batch_to_run(self) -> None:
+        self.clock.seconds += 0.02
+
+    def run_batch(self, batch: Any) -> None:
+        self.clock.seconds += 0.04
+        self.tp_worker.model_runner.forward()
+        self.clock.seconds += 0.08
+
+
+def test_a_timeline_gives_each_part_its_time_and_waits_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the step after the first one. The other server's turn leaves a step out."""
+    _churn(monkeypatch)
+    from step_timeline import StepTimeline
+
+    scheduler, away = _Scheduler(), [0.0, 0.0, 0.0, 5.0, 5.0]
+    clock = scheduler.clock
+    timeline = StepTimeline(lambda: clock.seconds, lambda: away.pop(0), lambda: clock.waited)
+    timeline.follow(scheduler)
+    for extends in (False, True, False, False, False):
+        scheduler.get_next_batch_to_run()
+        scheduler.run_batch(
+            SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda e=extends: e))
+        )
+        clock.seconds, clock.waited = clock.seconds + 0.5, clock.waited + 0.3
+        timeline.mark("handle results")
+    figures = timeline.figures(0, 4)
+    assert {kind: found["steps"] for kind, found in figures.items()} == {
+        "prefill after decode": 1,
+        "decode after prefill": 1,
+        "decode after decode": 1,
+    }
+    us = {
+        "handle results": 200_000,
+        "waits for the GPU": 300_000,
+        "receive, and end the step": 0,
+        "choose a batch": 20_000,
+        "begin the launch": 40_000,
+        "before the layers": 1_000,
+        "layers": 10_000,
+        "after the layers": 3_000,
+        "sample, and end the launch": 80_000,
+    }
+    assert figures["prefill after decode"] == pytest.approx({"steps": 1, **us}, abs=0.2)
+    timeline.leave(scheduler)
+    assert not vars(scheduler).keys() & {"get_next_batch_to_run", "run_batch"}
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
