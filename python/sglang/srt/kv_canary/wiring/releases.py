@@ -32,6 +32,7 @@ __all__ = [
     "SUPPORTED_SGLANG_VERSIONS",
     "UNTESTED_ENV",
     "Release",
+    "found_later",
     "release",
 ]
 
@@ -108,6 +109,11 @@ class Release:
     states: StateAnswers | None = None
     # Allocators with parts, by class name, beside SWATokenToKVPoolAllocator.
     allocator_parts: Mapping[str, AllocatorParts] = field(default_factory=dict)
+
+
+def found_later(family: str, module: str, name: str) -> Callable[[], Any]:
+    """What `module` of `family` has as `name`. It imports SGLang, so it is imported when it is asked for."""
+    return lambda: getattr(import_module(f"{family}.{module}"), name)
 
 
 @cache

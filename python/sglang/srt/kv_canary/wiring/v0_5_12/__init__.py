@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..path_support import PathSupport
-from ..refusals import Refusal
-from ..releases import Release
+from ..releases import Release, found_later
 from ..state_answers import StateAnswers
 from ..until_0_5_17.answers import (
     cached_slots,
@@ -29,18 +27,6 @@ def _check() -> None:
     from .own_canary import refuse_own_canary
 
     refuse_own_canary()
-
-
-def _served() -> tuple[PathSupport, ...]:
-    from .coverage import SERVED
-
-    return SERVED
-
-
-def _refusals() -> tuple[Refusal, ...]:
-    from .refusals import REFUSALS
-
-    return REFUSALS
 
 
 def _install_flags() -> None:
@@ -136,9 +122,9 @@ RELEASE = Release(
     ),
     has_own_canary=False,
     check=_check,
-    served=_served,
+    served=found_later(__name__, "coverage", "SERVED"),
     known_pools=lambda: None,
-    refusals=_refusals,
+    refusals=found_later(__name__, "refusals", "REFUSALS"),
     install_flags=_install_flags,
     row_of=row_of,
     tokens_of=_tokens_of,

@@ -17,9 +17,7 @@ from ..from_0_5_17.answers import (
     server_args,
 )
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS, judged
-from ..path_support import PathSupport
-from ..refusals import Refusal
-from ..releases import Release
+from ..releases import Release, found_later
 from ..until_0_5_17.answers import (
     cached_slots,
     namespace_of,
@@ -30,18 +28,6 @@ from ..until_0_5_17.answers import (
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
-
-
-def _served() -> tuple[PathSupport, ...]:
-    from .coverage import SERVED
-
-    return SERVED
-
-
-def _refusals() -> tuple[Refusal, ...]:
-    from .refusals import REFUSALS
-
-    return REFUSALS
 
 
 def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
@@ -97,9 +83,9 @@ RELEASE = Release(
     ),
     has_own_canary=True,
     check=lambda: None,
-    served=_served,
+    served=found_later(__name__, "coverage", "SERVED"),
     known_pools=lambda: {**POOLS, PAGE_MAJOR: judged(PAGE_MAJOR)},
-    refusals=_refusals,
+    refusals=found_later(__name__, "refusals", "REFUSALS"),
     install_flags=lambda: None,  # SGLang has them
     row_of=row_of,
     tokens_of=_tokens_of,

@@ -8,7 +8,7 @@ from typing import Any
 from ..adapters import shared_key
 from ..from_0_5_17.pools import POOLS, UNIFIED_HYBRID, UNIFIED_MHA
 from ..from_0_5_21.answers import salted
-from ..path_support import PathSupport
+from ..releases import found_later
 from ..v0_5_17 import RELEASE as OF_0_5_17
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
@@ -19,12 +19,6 @@ _OTHER_HOOKS = {
     "v0_5_17.allocator": "v0_5_18.allocator",
     "until_0_5_17.hicache": "v0_5_18.hicache",
 }
-
-
-def _served() -> tuple[PathSupport, ...]:
-    from .coverage import SERVED
-
-    return SERVED
 
 
 def _namespace_of(request: Any) -> str | None:
@@ -38,7 +32,7 @@ def _namespace_of_key(key: Any) -> str | None:
 RELEASE = replace(
     OF_0_5_17,
     hook_modules=tuple(_OTHER_HOOKS.get(module, module) for module in OF_0_5_17.hook_modules),
-    served=_served,
+    served=found_later(__name__, "coverage", "SERVED"),
     # New, and refused as the others with virtual slot ids.
     known_pools=lambda: {**OF_0_5_17.known_pools(), UNIFIED_HYBRID: POOLS[UNIFIED_MHA]},
     namespace_of=_namespace_of,

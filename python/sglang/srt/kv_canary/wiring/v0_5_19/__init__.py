@@ -13,8 +13,7 @@ from ..from_0_5_21.answers import (
     server_args,
     settled,
 )
-from ..path_support import PathSupport
-from ..refusals import Refusal
+from ..releases import found_later
 from ..v0_5_18 import RELEASE as OF_0_5_18
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
@@ -30,26 +29,14 @@ _OTHER_HOOKS = {
 }
 
 
-def _served() -> tuple[PathSupport, ...]:
-    from .coverage import SERVED
-
-    return SERVED
-
-
-def _refusals() -> tuple[Refusal, ...]:
-    from .refusals import REFUSALS
-
-    return REFUSALS
-
-
 RELEASE = replace(
     OF_0_5_18,
     hook_modules=tuple(
         other for module in OF_0_5_18.hook_modules for other in _OTHER_HOOKS.get(module, (module,))
     ),
-    served=_served,
+    served=found_later(__name__, "coverage", "SERVED"),
     known_pools=lambda: {**OF_0_5_18.known_pools(), PAGE_MAJOR: NOT_BUILT},
-    refusals=_refusals,
+    refusals=found_later(__name__, "refusals", "REFUSALS"),
     row_of=row_of,
     allocator_methods=ALLOCATOR_METHODS,
     swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,

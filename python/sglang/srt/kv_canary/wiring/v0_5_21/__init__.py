@@ -30,24 +30,10 @@ from ..from_0_5_21.answers import (
     server_args,
     settled,
 )
-from ..path_support import PathSupport
-from ..refusals import Refusal
-from ..releases import Release
+from ..releases import Release, found_later
 from ..until_0_5_17.answers import cached_slots
 
 __all__ = ["RELEASE"]
-
-
-def _served() -> tuple[PathSupport, ...]:
-    from .coverage import SERVED
-
-    return SERVED
-
-
-def _refusals() -> tuple[Refusal, ...]:
-    from .refusals import REFUSALS
-
-    return REFUSALS
 
 
 def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
@@ -112,10 +98,10 @@ RELEASE = Release(
     ),
     has_own_canary=True,
     check=lambda: None,
-    served=_served,
+    served=found_later(__name__, "coverage", "SERVED"),
     # Of unified memory, which is refused
     known_pools=lambda: {**POOLS, UNIFIED_HYBRID: POOLS[UNIFIED_MHA], PAGE_MAJOR: NOT_BUILT},
-    refusals=_refusals,
+    refusals=found_later(__name__, "refusals", "REFUSALS"),
     install_flags=lambda: None,  # SGLang has them
     row_of=row_of,
     tokens_of=_tokens_of,

@@ -1,55 +1,26 @@
-"""SGLang 0.5.22 and 0.5.23, which ship a canary of their own. The plugin takes the seam that calls it."""
+"""SGLang 0.5.22 and 0.5.23. What they share with 0.5.21 is taken from there."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
-
-import torch
 
 from ...runner.ranks import Ranks
 from ..adapters import shared_key
 from ..context import context
-from ..from_0_5_17.answers import (
-    captured,
-    cuts_decode_graphs,
-    decode_graphs_of,
-    indexer_pool_of,
-)
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
-from ..from_0_5_21.allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
-from ..from_0_5_21.answers import (
-    NOT_BUILT,
-    pads_to_other_ranks,
-    queues_frees,
-    row_of,
-    salted,
-    server_args,
-    settled,
-)
-from ..path_support import PathSupport
-from ..refusals import Refusal
-from ..releases import Release
+from ..from_0_5_21.answers import NOT_BUILT, salted
+from ..releases import found_later
+from ..v0_5_21 import RELEASE as OF_0_5_21
 from .namespace import key_in_chains
 from .pools import UNIFIED_POOLS
 from .transfers import TRANSFERS
 from .unified_allocator_methods import UNIFIED_ALLOCATORS
 
 __all__ = ["RELEASE"]
-
-
-def _served() -> tuple[PathSupport, ...]:
-    from .coverage import SERVED
-
-    return SERVED
-
-
-def _refusals() -> tuple[Refusal, ...]:
-    from .refusals import REFUSALS
-
-    return REFUSALS
 
 
 def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
@@ -91,7 +62,8 @@ def _schedulers_here(_: Any) -> int:
     return len(pp_ranks) * len(tp_ranks) * copies
 
 
-RELEASE = Release(
+RELEASE = replace(
+    OF_0_5_21,
     hook_modules=(
         "allocator",
         "from_0_5_21.allocator",
@@ -130,30 +102,14 @@ RELEASE = Release(
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
-    has_own_canary=True,
-    check=lambda: None,
-    served=_served,
+    served=found_later(__name__, "coverage", "SERVED"),
     known_pools=lambda: {**POOLS, **UNIFIED_POOLS, PAGE_MAJOR: NOT_BUILT},
-    refusals=_refusals,
-    install_flags=lambda: None,  # SGLang has them
-    row_of=row_of,
+    refusals=found_later(__name__, "refusals", "REFUSALS"),
     tokens_of=_tokens_of,
     namespace_of=_namespace_of,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
-    allocator_methods=ALLOCATOR_METHODS,
-    swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
-    queues_frees=queues_frees,
     allocator_parts=UNIFIED_ALLOCATORS,
-    swa_location=torch.int64,
-    draft_ids=torch.int64,
-    settled=settled,
-    server_args=server_args,
-    indexer_pool_of=indexer_pool_of,
-    decode_graphs_of=decode_graphs_of,
-    captured=captured,
-    cuts_decode_graphs=cuts_decode_graphs,
-    pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
     shares_buffer=attrgetter("enable_unified_memory"),
