@@ -57,7 +57,7 @@ OUTPUT = (32, 256)
 # Tokens between a request's answers. With one, the clients' process is as busy as the scheduler, and is measured, too.
 STREAM_INTERVAL = 8
 
-_BY_STEP = ("step_lengths", "step_waits", "step_extends")
+_BY_STEP = ("step_lengths", "step_waits", "step_extends", "token_steps")
 # States of the canary in runs that count its calls
 COUNTED = {"count": "all", "count-hooks": "off"}
 BLOCK = 20  # steps

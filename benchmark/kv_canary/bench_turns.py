@@ -10,6 +10,7 @@ difference left.
 Most of what differs between two runs is a few turns in which one of them was slow. So turns are compared as well: the
 mean of their differences without the fifth at either end, and what 95 % of draws of turns have.
 `--content none` is the canary with records only. Other settings come from the environment and from `--engine`.
+Times between tokens are compared again at `itl_p50_same` and `itl_p90_same`, token by token (`same_tokens.py`).
 With `--base SITE` the canary is in both servers, and the second one imports it from that folder, which holds an older
 version as it is installed. Then the figures are those of this version against that one. They hold the difference of
 the servers; without `--base` it is printed.
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_churn
+import same_tokens
 import turns
 from bench_churn import FIGURES, SEED, run_metered_scheduler
 from bench_switch import CONTENTS
@@ -122,7 +124,8 @@ def _run(
 def _log_ratios(runs: Sequence[dict[str, Any]], on: int) -> dict[str, float]:
     """Of the figures that the runs have. Answers of one token have no time between tokens."""
     compared = [name for name in COMPARED if name in runs[0]]
-    return {name: math.log(runs[on][name] / runs[1 - on][name]) for name in compared}
+    ratios = {name: math.log(runs[on][name] / runs[1 - on][name]) for name in compared}
+    return ratios | same_tokens.log_ratios(runs[1 - on], runs[on])
 
 
 def _table(ratios: Sequence[dict[str, float]], baseline: Sequence[dict[str, Any]]) -> None:
@@ -130,7 +133,7 @@ def _table(ratios: Sequence[dict[str, float]], baseline: Sequence[dict[str, Any]
     for name in ratios[0]:
         percent = [100 * math.expm1(ratio[name]) for ratio in ratios]
         low, high = interval_of_few(percent)
-        of = statistics.median(run[name] for run in baseline)
+        of = statistics.median(run[name.removesuffix("_same")] for run in baseline)
         print(
             f"{name:<14}{of:>12.5g}{statistics.mean(percent):>+9.2f} % ({low:+.2f} to {high:+.2f})"
         )

@@ -12,6 +12,7 @@ import itertools
 import resource
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,6 +175,7 @@ class Schedule:
             "step_lengths": lengths,
             "step_waits": waits,
             "step_extends": [step.extends for step in steps],
+            "token_steps": self._tokens_of(first, last),
             **_means_by_kind(steps, lengths, waits, faults),
             **({} if self.timeline is None else {"timeline": self.timeline.figures(first, last)}),
         }
@@ -189,6 +191,15 @@ class Schedule:
                     values.append(step.at - before.get(name, self._begun[name]))
                 before[name] = step.at
         return ttft, itl
+
+    def _tokens_of(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """Of `same_tokens.py`, counted from `first` on. Without those whose token before came earlier."""
+        before: dict[str, int] = {}
+        tokens: Counter[tuple[int, int]] = Counter()
+        for index, step in enumerate(self._steps[first : last + 1]):
+            tokens.update((index, before[name]) for name in step.names if name in before)
+            before.update(dict.fromkeys(step.names, index))
+        return [(*steps, count) for steps, count in tokens.items()]
 
     def _digest(self, last: int) -> str:
         digest = hashlib.sha256()

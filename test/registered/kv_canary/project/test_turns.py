@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -279,6 +281,32 @@ def test_turns_in_the_figures_are_those_that_two_schedules_took(servers: list[An
         assert min(us[number] for number in numbers if number % 2) > 1e6 * STEP_S - 1
 
 
+def test_tokens_of_a_window_are_found_by_the_steps_that_gave_them(servers: list[Any]) -> None:
+    """All times between tokens but those that began before the window."""
+    with ThreadPoolExecutor(2) as pool:
+        run, _ = pool.map(_serve, servers, ([], []))
+    ends = [0.0, *accumulate(run["step_lengths"])]
+    times = [ends[at] - ends[before] for at, before, n in run["token_steps"] for _ in range(n)]
+    assert len(times) > 100
+    assert statistics.median(times) == pytest.approx(run["itl_p50"], rel=0.1, abs=1e-4)
+
+
+def test_tokens_near_a_quantile_are_compared_with_themselves() -> None:
+    """The quantile itself would jump: a token less among the short ones makes it a long one."""
+    from same_tokens import log_ratios
+
+    short, long = 0.017, 0.06
+    lengths = [short, long] * 50
+    tokens = [(step, step - 1, 3) for step in range(1, 101)]
+    off = {"step_lengths": lengths, "token_steps": tokens}
+    on = {**off, "step_lengths": [each * (1.02 if each == short else 1.01) for each in lengths]}
+    found = log_ratios(off, on)
+    expected = (math.log(1.02) + math.log(1.01)) / 2, math.log(1.01)
+    assert list(found.values()) == pytest.approx(expected)
+    assert log_ratios(on, off) == pytest.approx({name: -each for name, each in found.items()})
+    assert log_ratios({**off, "token_steps": []}, on) == {}
+
+
 @pytest.mark.parametrize(
     ("first_step", "steps", "whole"),
     [(6, 9, [2, 3, 4]), (7, 9, [3, 4]), (8, 7, [3, 4]), (9, 5, [3]), (10, 4, [])],
@@ -305,7 +333,9 @@ for run, line in enumerate(sys.stdin):
         lengths[49:52] = [0.5] * 3
     found = dict.fromkeys(figures, 1.0) | {"batches": batches, "first_step": 14, "window_steps": 117}
     print("a word between")
-    print(answer + json.dumps({**found, "seconds": sum(lengths), "step_lengths": lengths}), flush=True)
+    tokens = [(step, step - 1, 2) for step in range(1, 118)]
+    line = {**found, "seconds": sum(lengths), "step_lengths": lengths, "token_steps": tokens}
+    print(answer + json.dumps(line), flush=True)
 """
 NEVER = -1
 
@@ -367,7 +397,7 @@ def test_runs_are_told_with_their_states_and_kept_with_their_steps(
     assert [run["state"] for run in kept] == [content, "off", "off", content] * 2
     assert [run["seconds"] > 0.118 for run in kept] == [True, False, False, True] * 2
     for run in kept:
-        assert len(run.pop("step_lengths")) == 117
+        assert [len(run.pop(name)) for name in ("step_lengths", "token_steps")] == [117, 117]
     assert list(map(json.loads, printed.splitlines()[:8])) == kept
 
 
