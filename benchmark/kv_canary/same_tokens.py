@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BAND = 0.05  # tokens that far from the quantile, of all, on either side
+BAND = 0.1  # tokens that far from the quantile, of all, on either side
 QUANTILES = {"itl_p50_same": 0.5, "itl_p90_same": 0.9}
 
 # The step of some tokens, the step of the tokens before them, and how many they are
@@ -20,7 +20,7 @@ Tokens = tuple[int, int, int]
 
 
 def log_ratios(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, float]:
-    """By QUANTILES: the mean log of what the tokens near the quantile take in `on`, over what they take in `off`.
+    """By QUANTILES: the log of what tokens near the quantile take in `on`, over what they take in `off`; their median.
 
     Both are lines of runs with `token_steps` and `step_lengths`. Nothing of runs without tokens.
     """
@@ -33,16 +33,31 @@ def log_ratios(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, float
         for step, before, count in tokens
     ]
     pairs.sort(key=lambda pair: pair[1] + pair[2])
-    return {name: _mean_near(pairs, quantile) for name, quantile in QUANTILES.items()}
+    ratios = [(count, after - before) for count, before, after in pairs]
+    return {
+        name: _median(_part(ratios, quantile - BAND, quantile + BAND))
+        for name, quantile in QUANTILES.items()
+    }
 
 
-def _mean_near(pairs: Sequence[tuple[int, float, float]], quantile: float) -> float:
-    """`pairs`: numbers of tokens and their log times, ascending."""
-    total = sum(count for count, _, _ in pairs)
-    low, high = (quantile - BAND) * total, (quantile + BAND) * total
-    weighed = begin = 0.0
-    for count, off, on in pairs:
-        inside = max(0.0, min(begin + count, high) - max(begin, low))
-        weighed += inside * (on - off)
+def _part(
+    counted: Sequence[tuple[int, float]], low: float, high: float
+) -> list[tuple[float, float]]:
+    """Those from `low` to `high` of all, which are counted from 0 to 1."""
+    total, part, begin = sum(count for count, _ in counted), [], 0
+    for count, value in counted:
+        inside = min(begin + count, high * total) - max(begin, low * total)
+        if inside > 0:
+            part.append((inside, value))
         begin += count
-    return weighed / (high - low)
+    return part
+
+
+def _median(counted: Sequence[tuple[float, float]]) -> float:
+    ascending = sorted(counted, key=lambda each: each[1])
+    half, begin = sum(count for count, _ in counted) / 2, 0.0
+    for count, value in ascending:
+        begin += count
+        if begin >= half:
+            return value
+    raise ValueError("expected tokens, got none")
