@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.mem_cache import unified_memory_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.unified_memory_pool import init_unified_mamba_pools
 
@@ -23,6 +24,20 @@ LAYERS = (1, 3)  # full-attention layers; the others keep states
 _V_HEAD_DIM = (
     {"v_head_dim": 8} if "v_head_dim" in signature(init_unified_mamba_pools).parameters else {}
 )
+
+
+_zero_on_gpu = unified_memory_pool.zero_pages
+
+
+def _zero_pages(raw: torch.Tensor, pages: torch.Tensor, num_pages: int, page_bytes: int) -> None:
+    """Of the uint8 pool `raw`. On a CPU 0.5.23 does the same, and 0.5.22 has a kernel for GPUs alone."""
+    if raw.is_cuda:
+        _zero_on_gpu(raw, pages, num_pages, page_bytes)
+    else:
+        raw[: num_pages * page_bytes].view(num_pages, page_bytes)[pages] = 0
+
+
+unified_memory_pool.zero_pages = _zero_pages
 
 
 def make_unified_pool(
