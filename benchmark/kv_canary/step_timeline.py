@@ -1,7 +1,7 @@
-"""Where a step's time goes: on the host from mark to mark, on the GPU in the layers and idle before them.
+"""Where a step's time goes: on the host from mark to mark, on the GPU in the layers and between them.
 
-The GPU's times are those of CUDA events before and after the layers, on the forward stream. Marks and events are the
-same with the canary and without it.
+The GPU's times are those of CUDA events before and after the layers, on the forward stream. Of an eager or piecewise
+prefill the canary's own work right before and after the layers is not a part of them. A decode graph holds both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from sglang_kv_canary.runner.brackets import ModelForward
 
 _SCHEDULER = ("get_next_batch_to_run", "run_batch")
 _RUNNER = ("forward", "_forward_raw")
@@ -39,6 +41,8 @@ class StepTimeline:
     _last: float = 0.0
     _last_waited: float = 0.0
     _us: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
+    _enter: Callable[..., None] = ModelForward.__enter__
+    _exit: Callable[..., None] = ModelForward.__exit__
 
     def mark(self, part: str) -> None:
         """`part` has ended. Waits for the GPU are a part of their own."""
@@ -74,16 +78,32 @@ class StepTimeline:
         def layers(*args: Any, **kwargs: Any) -> Any:
             self.mark("before the layers")
             step = self._steps[-1]
-            step.begin = _recorded()
+            step.begin, step.end = _recorded(), None
             found = type(runner)._forward_raw(runner, *args, **kwargs)
-            step.end = _recorded()
+            step.end = step.end or _recorded()
             self.mark("layers")
             return found
 
+        def before_layers(bracket: ModelForward) -> None:
+            self.mark("layers")
+            self._enter(bracket)
+            self.mark("the canary's right before the layers")
+            if self._steps:
+                self._steps[-1].begin = _recorded()
+
+        def after_layers(bracket: ModelForward, *error: Any) -> None:
+            if self._steps:
+                self._steps[-1].end = _recorded()
+            self.mark("layers")
+            self._exit(bracket, *error)
+            self.mark("the canary's right after the layers")
+
+        ModelForward.__enter__, ModelForward.__exit__ = before_layers, after_layers
         scheduler.get_next_batch_to_run, scheduler.run_batch = schedule, run
         runner.forward, runner._forward_raw = forward, layers
 
     def leave(self, scheduler: Any) -> None:
+        ModelForward.__enter__, ModelForward.__exit__ = self._enter, self._exit
         for name in _SCHEDULER:
             delattr(scheduler, name)
         for name in _RUNNER:
@@ -107,7 +127,7 @@ def _gpu(before: _Step, step: _Step) -> dict[str, float]:
         return {}
     step.end.synchronize()
     return {
-        "GPU idle before the layers": 1e3 * before.end.elapsed_time(step.begin),
+        "GPU between the layers": 1e3 * before.end.elapsed_time(step.begin),
         "GPU in the layers": 1e3 * step.begin.elapsed_time(step.end),
     }
 
