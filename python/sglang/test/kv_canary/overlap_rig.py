@@ -69,6 +69,7 @@ class OverlapRig(ManagerRig):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.manager.late.content.min_tokens = LONG  # its slots are small
         # Instead of the model's layers, or before them
         self.in_model: Callable[[ForwardBatch], Any] = lambda batch: None
 

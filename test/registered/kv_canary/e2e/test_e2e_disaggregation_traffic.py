@@ -26,6 +26,7 @@ from sglang_kv_canary_rigs.pd_serving import (
     no_early_reuse,
     nothing_to_synchronize,
 )
+from sglang_kv_canary_rigs.waiting_content import content_waits
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -70,7 +71,9 @@ class TestMixedTraffic(CanaryE2EBase):
         "SGLANG_TEST_RETRACT_INTERVAL": "20",
     }
     plugins: ClassVar = (
-        (no_early_reuse,) if torch.cuda.is_available() else (no_early_reuse, nothing_to_synchronize)
+        no_early_reuse,
+        *(() if torch.cuda.is_available() else (nothing_to_synchronize,)),
+        content_waits,
     )
     serving: ClassVar[PdServing]
     ended_by_sglang: ClassVar[tuple[str, ...]] = (LATE,)

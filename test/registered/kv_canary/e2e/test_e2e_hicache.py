@@ -22,6 +22,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
 )
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache
 from sglang_kv_canary_rigs.volume import volume
+from sglang_kv_canary_rigs.waiting_content import content_waits
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
@@ -83,7 +84,7 @@ class Traffic(HiCacheE2E):
 
 @long_on_newer_releases
 class TestTraffic(Traffic):
-    pass
+    plugins: ClassVar = (*FILL_INS, content_waits)
 
 
 @long_on_newer_releases

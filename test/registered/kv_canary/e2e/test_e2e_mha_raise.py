@@ -17,6 +17,7 @@ from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.volume import volume
+from sglang_kv_canary_rigs.waiting_content import content_waits
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
@@ -28,6 +29,7 @@ class TestMHARaise(CanaryE2EBase):
     """The tests run in this order; the last one ends the server."""
 
     ends_server = True
+    plugins: ClassVar = (content_waits,)
     flags: ClassVar = {
         "kv_canary": "raise",
         "kv_canary_real_data": "all",

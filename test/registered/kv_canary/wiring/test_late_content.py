@@ -14,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.monitors.health import HealthCheck
-from sglang_kv_canary.single_forward_manager import content_can_wait
+from sglang_kv_canary.single_forward_manager import content_can_wait, late_content
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.wiring import collect_hooks, late_work
 from sglang_kv_canary.wiring.context import context
@@ -65,6 +65,27 @@ def test_damage_of_what_was_fingerprinted_late_is_found(scheduler: OverlapSchedu
 def test_a_short_prefill_is_fingerprinted_with_the_rest(scheduler: OverlapScheduler) -> None:
     scheduler.process(scheduler.run(1, SHORT))
     assert scheduler.unknown_in_step == 0
+
+
+@pytest.mark.parametrize("more", [-1, 0])
+def test_content_waits_from_so_many_bytes_on(
+    more: int, scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers, K and V: tokens of a small model are cheap."""
+    manager = scheduler.rig.manager
+    pool = scheduler.rig.pool
+    bytes_each = sum(buffer[0].nbytes for buffer in (*pool.k_buffer, *pool.v_buffer))
+    monkeypatch.setattr(late_content, "MIN_BYTES", SHORT * bytes_each + 1 + more)
+    manager.late.content = late_content.LateContent(manager.launcher)
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.process(scheduler.run(2, LONG))
+    assert (scheduler.unknown_in_step, scheduler.unknown(2)) == (LONG, 0)
+    assert manager.late.content.min_tokens == LONG + more
+
+
+def test_content_of_512_tokens_of_llama_8b_waits() -> None:
+    """As docs/how-it-works.md has it: 32 layers, 8 heads of 128, bf16, K and V."""
+    assert late_content.MIN_BYTES == 512 * 32 * 8 * 128 * 2 * 2
 
 
 def test_outside_of_a_step_nothing_waits(scheduler: OverlapScheduler) -> None:

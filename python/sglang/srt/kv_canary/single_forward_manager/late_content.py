@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
+from ..kernels.layout import content_bytes_per_token
 from ..launch.launcher import Launcher
 from ..plan.plan_input import ForwardPlan
 
 __all__ = ["LateContent", "content_can_wait"]
+
+# Bytes of new slots. Fewer take the GPU about 15 us, and a launch of their own takes the host longer.
+MIN_BYTES = 64 << 20
 
 
 class LateContent:
@@ -20,6 +24,9 @@ class LateContent:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self.can_wait = content_can_wait(launcher)
+        # The fewest new tokens of a forward whose content waits
+        bytes_each = content_bytes_per_token(launcher.groups, launcher.content_mode)
+        self.min_tokens = -(-MIN_BYTES // max(1, bytes_each))
         self.due: ForwardPlan | None = None
 
     def write(self) -> None:

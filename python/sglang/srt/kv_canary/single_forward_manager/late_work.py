@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LateWork"]
 
-# Tokens of a forward. For fewer, what is saved is less than what more launches cost.
+# New tokens of a forward whose HEAD waits. For fewer, what is saved is less than what the copy of the inputs costs.
 MIN_TOKENS = 512
 
 
@@ -50,7 +50,7 @@ class LateWork:
         """Leave the content of `plan`'s new tokens for later. False: it must be written now. Not for captures."""
         if not (self.open and self.content.can_wait) or plan.write.ext_lens is None:
             return False
-        if plan.num_tokens < MIN_TOKENS:
+        if plan.num_tokens < self.content.min_tokens:
             return False
         self.content.due = plan
         return True
