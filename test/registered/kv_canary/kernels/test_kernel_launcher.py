@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.host_code import HOST
 from sglang_kv_canary.kernels import triton as triton_backend
@@ -20,17 +21,11 @@ from sglang_kv_canary.kernels.triton.kernel_launcher import (
     FixedArguments,
     KernelLauncher,
     Pointer,
-    pointer_to,
     variant_of,
 )
-from sglang_kv_canary.kernels.triton.launch import (
-    batch_arguments,
-    forward_arguments,
-    part_arguments,
-    prepared,
-)
+from sglang_kv_canary.kernels.triton.launch import part_arguments
 from sglang_kv_canary.pool_kind import Side
-from sglang_kv_canary_rigs.kernel_cases import Pool, make_group, make_state
+from sglang_kv_canary_rigs.kernel_cases import ContentShape, Pool, make_group, make_state
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
@@ -76,15 +71,24 @@ def test_pointers_become_integers_and_nothing_else_changes() -> None:
 
 @pytest.mark.parametrize("tensor", [WORDS, WORDS[1:], WORDS.int()], ids=["", "unaligned", "int"])
 def test_a_pointer_stands_for_its_tensor(tensor: torch.Tensor) -> None:
-    values, pointers = (WORDS, tensor, None, 7), (WORDS, pointer_to(tensor), pointer_to(None), 7)
+    pointer, nothing = HOST.pointers_to(Pointer, (tensor, None))
+    values, pointers = (WORDS, tensor, None, 7), (WORDS, pointer, nothing, 7)
     assert variant_of(values, (False,) * 4) == variant_of(pointers, (False,) * 4)
 
 
-def test_a_plan_is_looked_at_once_for_all_of_its_launches() -> None:
-    pool = Pool(torch.device("cpu"), num_slots=64, context=16, rows=4)
-    plan, group = pool.extend({1: 5, 2: 3}, known=True), make_group(64, device=pool.device)
-    first, again = (forward_arguments(plan, group) for _ in range(2))
-    tensors = [name for name, value in first.items() if isinstance(value, Pointer)]
+def test_a_plan_is_looked_at_once_for_all_of_its_launches(monkeypatch) -> None:
+    pool, state = Pool(torch.device("cpu"), num_slots=64, context=16, rows=4), make_state("cpu")
+    plan = pool.extend({1: 5, 2: 3}, known=True)
+    group = make_group(64, device=pool.device, content=ContentShape((64, 64)))
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(KernelLauncher, "__call__", lambda *launched: given.append(launched[3]))
+    triton_backend.check_and_write(plan, group, Side.HEAD, state)
+    triton_backend.check_and_write(plan, group, Side.TAIL, state)
+    triton_backend.check_and_write_content(plan, group, state, ContentMode.ALL, 8)
+    triton_backend.write_content(plan, group, state, ContentMode.ALL)
+    assert len(given) == 4
+    assert all(arguments is plan.prepared for arguments in given)
+    tensors = [name for name, value in plan.prepared.items() if isinstance(value, Pointer)]
     assert set(tensors) >= {
         "rows",
         "base_lens",
@@ -93,9 +97,8 @@ def test_a_plan_is_looked_at_once_for_all_of_its_launches() -> None:
         "input_ids",
         "known_spans",
     }
-    assert all(first[name] is again[name] for name in tensors)
-    assert batch_arguments(plan, group)["rows"] is first["rows"]
-    assert first["input_ids"].tensor is plan.write.input_ids
+    assert plan.prepared["input_ids"].tensor is plan.write.input_ids
+    assert replace(plan).prepared is None
 
 
 def test_triton_says_which_integers_it_compiles_for_their_type_only() -> None:
@@ -105,6 +108,22 @@ def test_triton_says_which_integers_it_compiles_for_their_type_only() -> None:
     kernel = triton.JITFunction(next_tokens_kernel.fn, do_not_specialize=["batch_size"])
     only_types = dict(zip(kernel.arg_names, kernel_launcher._only_types(kernel), strict=True))
     assert [name for name, only in only_types.items() if only] == ["batch_size"]
+
+
+def test_fixed_arguments_win_over_those_of_a_launch(monkeypatch) -> None:
+    """What a kernel does not read of a batch would make variants of it."""
+    import triton
+
+    monkeypatch.setattr(kernel_launcher, "CAN_SKIP", True)  # as on a GPU
+    launch = KernelLauncher(triton.JITFunction(next_tokens_kernel.fn))
+    rest = kernel_launcher._Rest(launch, {**_SAME, "counts": None, "num_tokens": 0}, _BATCH)
+    seen = [
+        HOST.launch_arguments(*rest.shape, 4, {**_BATCH, "counts": counts, "num_tokens": tokens})
+        for counts, tokens in ((None, 8), (WORDS, 9))
+    ]
+    assert seen[0] == seen[1]
+    filled = dict(zip(launch.names, seen[0][1], strict=True))
+    assert (filled["counts"], filled["num_tokens"], filled["batch_size"]) == (None, 0, 8)
 
 
 _SAME = {"row_words": WORDS, "sampled": WORDS, "num_rows": 64, "KINDS": 1}
@@ -183,7 +202,7 @@ def test_what_is_prepared_for_a_budget_is_not_used_for_another() -> None:
     budgets = []
     for each in others:
         arguments = partial(part_arguments, each, Side.TAIL, Part.ALL)
-        fixed = prepared(each, "forward", (WORDS,), arguments)
+        fixed = HOST.prepared_for(each.prepared, "forward", (WORDS,), arguments)
         assert fixed == arguments()
         budgets.append(fixed["budget_blocks"])
     assert budgets[1] == 2 != budgets[0]

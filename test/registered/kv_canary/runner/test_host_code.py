@@ -33,7 +33,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.host_code import compiled, twins
 from sglang_kv_canary.host_code.interface import NAMES, HostCode
-from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer, pointer_to
+from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
@@ -95,7 +95,7 @@ VALUES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.sampled_from([2**31 - 1, 2**31, -(2**31), -(2**31) - 1]),
     st.integers(0, 20).map(lambda offset: _buffer[offset:]),
-    st.integers(0, 20).map(lambda offset: pointer_to(_buffer[offset:])),
+    st.integers(0, 20).map(lambda offset: twins.pointers_to(Pointer, (_buffer[offset:],))[0]),
     st.sampled_from([np.int64(5), np.int64(2**40), 1.0, 1.5]),
 )
 
@@ -122,6 +122,19 @@ def test_launch_arguments_are_equal(
     expected_key, expected = twins.launch_arguments(*shape)
     assert (key, filled) == (expected_key, expected)
     assert [type(part) for part in key] == [type(part) for part in expected_key]
+
+
+@BOTH
+def test_pointers_are_to_adjacent_elements(code: ModuleType) -> None:
+    words, column = torch.arange(8), torch.arange(8).view(4, 2)[:, 1]
+    whole, none, unaligned, copied = code.pointers_to(Pointer, (words, None, words[1:], column))
+    assert none is None
+    assert (type(whole), whole.tensor) == (Pointer, words)
+    assert whole.address == words.data_ptr()
+    assert (whole.variant, unaligned.variant) == (torch.int64, (torch.int64,))
+    assert copied.tensor.is_contiguous()
+    assert copied.tensor.tolist() == [1, 3, 5, 7]
+    assert copied.address == copied.tensor.data_ptr()
 
 
 class _Launches:
@@ -278,13 +291,28 @@ def test_errors_of_looking_at_a_stack_pass(code: ModuleType) -> None:
 
 @BOTH
 def test_what_is_prepared_is_told_by_identity(code: ModuleType) -> None:
-    things = [1.5], [1.5]
-    prepared = {("purpose", *map(id, things)): ("found", things)}
-    assert code.prepared_for(prepared, "purpose", things) == "found"
-    for purpose, what in (("other", things), ("purpose", things[::-1]), ("purpose", things[:1])):
-        assert code.prepared_for(prepared, purpose, what) is None
+    things, prepared = ([1.5], [1.5]), {}
+    others = ("other", things), ("purpose", things[::-1]), ("purpose", things[:1])
+    for _ in range(2):
+        for purpose, what in (("purpose", things), *others):
+            made = [purpose, what]
+            assert code.prepared_for(prepared, purpose, what, lambda made=made: made) == made
+    assert prepared[("purpose", *map(id, things))] == (["purpose", things], things)
+    assert len(prepared) == 4
+    first = code.prepared_for(prepared, "purpose", things, list)
+    assert code.prepared_for(prepared, "purpose", things, _fails) is first
     with pytest.raises(TypeError):
-        code.prepared_for(prepared, [], things)
+        code.prepared_for(prepared, [], things, list)
+
+
+@BOTH
+def test_what_could_not_be_prepared_is_tried_again(code: ModuleType) -> None:
+    prepared: dict[Any, Any] = {}
+    with pytest.raises(ZeroDivisionError):
+        code.prepared_for(prepared, "purpose", (), lambda: 1 // 0)
+    assert not prepared
+    assert code.prepared_for(prepared, "purpose", (), lambda: None) is None
+    assert prepared == {("purpose",): (None, ())}
 
 
 class _Thing:
@@ -701,10 +729,14 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.call_from(None, 5, [], None),
         lambda: _call_from(C, (1, 2)),
         lambda: _call_from(C, (1, "2", 3)),
-        lambda: C.prepared_for({}, 1),
-        lambda: C.prepared_for([], 1, ()),
-        lambda: C.prepared_for({}, 1, []),
-        lambda: C.prepared_for({(1,): 3}, 1, ()),
+        lambda: C.pointers_to(Pointer),
+        lambda: C.pointers_to(list, ()),
+        lambda: C.pointers_to(Pointer, []),
+        lambda: C.prepared_for({}, 1, ()),
+        lambda: C.prepared_for([], 1, (), list),
+        lambda: C.prepared_for({}, 1, [], list),
+        lambda: C.prepared_for({}, 1, (), 3),
+        lambda: C.prepared_for({(1,): 3}, 1, (), list),
         lambda: C.launch(EMPTY, {}, 1, 4),
         lambda: C.launch(EMPTY[:4], {}, 1, 4, {}),
         lambda: C.launch((*EMPTY[:3], (), TYPES), {}, 1, 4, {}),
@@ -1010,7 +1042,7 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     bad = [*tokens, None]
     known = [(0, tokens[:5], 10**7, 10**8), (3, tokens[:7], -1, 0)]
     tensor = torch.zeros(8)
-    arguments = {"a": 10**9, "b": tensor, "c": pointer_to(tensor), "d": 1.5}
+    arguments = {"a": 10**9, "b": tensor, "c": C.pointers_to(Pointer, (tensor,))[0], "d": 1.5}
     names = tuple(arguments)
     shape = names, b"\1\0\0\1", bytes(range(4)), [object()] * 4, TYPES, 4
     yield "chain", lambda: C.chain_of_tokens(tokens, 10**10, 0, -1)
@@ -1060,9 +1092,13 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "call without an id", lambda: _call_from(C, (10**9, 1, ()), tokens)
     yield "too few frames", lambda: C.call_from(None, 1, {}, None)
     prepared, what = {("a", id(tokens)): (values, tokens)}, (tokens,)
-    yield "prepared", lambda: C.prepared_for(prepared, "a", what)
-    yield "not prepared", lambda: C.prepared_for(prepared, "b", what)
-    yield "prepared fails", lambda: C.prepared_for(prepared, tokens, what)
+    column = torch.zeros(2, 2)[:, 0]
+    yield "pointers", lambda: C.pointers_to(Pointer, (tensor, None, tensor[1:], column))
+    yield "pointers fail", lambda: C.pointers_to(Pointer, (tensor, 3))
+    yield "prepared", lambda: C.prepared_for(prepared, "a", what, list)
+    yield "is prepared", lambda: C.prepared_for({}, "b", what, list)
+    yield "cannot be prepared", lambda: C.prepared_for(prepared, "b", what, len)
+    yield "prepared fails", lambda: C.prepared_for(prepared, tokens, what, list)
     clock = C.HostClock()
     yield "clock", lambda: C.HostClock(10**10).__enter__().__exit__(None, None, None)
     yield "clock is used", lambda: clock.__enter__().__exit__(None, None, None)
@@ -1096,7 +1132,7 @@ def test_nothing_is_leaked(name: str, call: Callable[[], object]) -> None:
         for _ in range(CALLS):
             try:
                 call()
-            except (TypeError, ValueError, KeyError, IndexError):
+            except (AttributeError, TypeError, ValueError, KeyError, IndexError):
                 continue
 
     held = [cell.cell_contents for cell in call.__closure__ or ()]

@@ -138,7 +138,8 @@ _SAMPLES = {
     ),
     "leading": (np.array([1, 0, 3], np.uint8), np.array([2, 0, 1, 2])),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
-    "prepared_for": ({("a", id(twins)): ("b",)}, "a", (twins,)),
+    "pointers_to": (tuple, (None, None)),
+    "prepared_for": ({("a", id(twins)): ("b",)}, "a", (twins,), dict),
     "launch": (
         (("a",), b"\0", b"\1", [1, 2], (bytes, bytearray)),
         {(4, 7): CompiledLaunch(min, max, (5, 6), 1, abs, (_NO_HOOKS, _NO_HOOK, _NO_HOOK))},

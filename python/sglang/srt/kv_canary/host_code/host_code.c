@@ -497,6 +497,7 @@ no_slots:
 
 static PyObject *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
 static PyObject *name_locals, *name_get, *name_req, *name_rid, *name_numel;
+static PyObject *name_is_contiguous, *name_contiguous;
 
 static const struct {
   PyObject **place;
@@ -510,9 +511,21 @@ static const struct {
                 {&name_get, "get"},
                 {&name_req, "req"},
                 {&name_rid, "rid"},
-                {&name_numel, "numel"}};
+                {&name_numel, "numel"},
+                {&name_is_contiguous, "is_contiguous"},
+                {&name_contiguous, "contiguous"}};
 
 static PyObject *int32_first, *int32_end, *one_program;
+
+/* A new reference to what tells variants of a tensor apart; `address` becomes a new reference, or NULL. */
+static PyObject *variant_of_tensor(PyObject *tensor, PyObject **address) {
+  *address = PyObject_CallMethodNoArgs(tensor, name_data_ptr);
+  PyObject *dtype = *address == NULL ? NULL : PyObject_GetAttr(tensor, name_dtype), *variant = NULL;
+  unsigned long long number = dtype == NULL ? 0 : PyLong_AsUnsignedLongLong(*address);
+  if (dtype != NULL && !PyErr_Occurred()) variant = number % ALIGNED ? PyTuple_Pack(1, dtype) : Py_NewRef(dtype);
+  Py_XDECREF(dtype);
+  return variant;
+}
 
 /* A new reference to what tells variants apart; `plain` becomes a new reference to what a launch takes. */
 static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *pointer, PyObject *tensor,
@@ -539,12 +552,7 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
     int is_tensor = PyObject_IsInstance(value, tensor);
     if (is_tensor < 0) return NULL;
     if (is_tensor) {
-      *plain = PyObject_CallMethodNoArgs(value, name_data_ptr);
-      PyObject *dtype = *plain == NULL ? NULL : PyObject_GetAttr(value, name_dtype);
-      unsigned long long address = dtype == NULL ? 0 : PyLong_AsUnsignedLongLong(*plain);
-      if (dtype != NULL && !PyErr_Occurred())
-        variant = address % ALIGNED ? PyTuple_Pack(1, dtype) : Py_NewRef(dtype);
-      Py_XDECREF(dtype);
+      variant = variant_of_tensor(value, plain);
     } else {
       int inside = only_type ? PyObject_RichCompareBool(value, int32_first, Py_GE) : 0;
       if (inside > 0) inside = PyObject_RichCompareBool(value, int32_end, Py_LT);
@@ -559,6 +567,48 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
     return NULL;
   }
   return variant;
+}
+
+/* A new reference to `tensor` itself if its elements are adjacent, else to a copy. */
+static PyObject *dense(PyObject *tensor) {
+  PyObject *answer = PyObject_CallMethodNoArgs(tensor, name_is_contiguous);
+  int is_dense = answer == NULL ? -1 : PyObject_IsTrue(answer);
+  Py_XDECREF(answer);
+  if (is_dense < 0) return NULL;
+  return is_dense ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(tensor, name_contiguous);
+}
+
+/* A new `pointer`, a kind of tuple, past its own constructor, which may be a function in Python. */
+static PyObject *pointer_to(PyTypeObject *pointer, PyObject *tensor) {
+  PyObject *address = NULL, *seen = NULL, *adjacent = dense(tensor);
+  PyObject *variant = adjacent == NULL ? NULL : variant_of_tensor(adjacent, &address);
+  if (variant != NULL) seen = Py_BuildValue("((OOO))", adjacent, address, variant);
+  PyObject *found = seen == NULL ? NULL : PyTuple_Type.tp_new(pointer, seen, NULL);
+  Py_XDECREF(adjacent);
+  Py_XDECREF(address);
+  Py_XDECREF(variant);
+  Py_XDECREF(seen);
+  return found;
+}
+
+/* pointers_to(pointer, tensors) */
+static PyObject *pointers_to(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  if (n != 2 || !PyType_Check(args[0]) || !PyType_IsSubtype((PyTypeObject *)args[0], &PyTuple_Type) ||
+      !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "pointers_to takes a kind of tuple and a tuple");
+    return NULL;
+  }
+  Py_ssize_t count = PyTuple_GET_SIZE(args[1]);
+  PyObject *found = PyList_New(count);
+  for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+    PyObject *tensor = PyTuple_GET_ITEM(args[1], i);
+    PyObject *one = tensor == Py_None ? Py_NewRef(tensor) : pointer_to((PyTypeObject *)args[0], tensor);
+    if (one == NULL)
+      Py_CLEAR(found);
+    else
+      PyList_SET_ITEM(found, i, one);
+  }
+  return found;
 }
 
 /* A new reference to the value of `name`, which is looked for from `position` on, where it is as a rule. A look-up by
@@ -812,20 +862,33 @@ static PyObject *caller(PyObject *self, PyObject *levels) {
   return Py_BuildValue("(NN)", frame, PyFrame_GetCode(frame)); /* takes both */
 }
 
-/* prepared_for(prepared, purpose, what) */
+/* Adds (make(), what) to `prepared`. Returns what `make` has returned. */
+static PyObject *prepare(PyObject *prepared, PyObject *key, PyObject *what, PyObject *make) {
+  PyObject *made = PyObject_CallNoArgs(make);
+  PyObject *kept = made == NULL ? NULL : PyTuple_Pack(2, made, what);
+  if (kept == NULL || PyDict_SetItem(prepared, key, kept)) Py_CLEAR(made);
+  Py_XDECREF(kept);
+  return made;
+}
+
+/* prepared_for(prepared, purpose, what, make) */
 static PyObject *prepared_for(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-  if (n != 3 || !PyDict_Check(args[0]) || !PyTuple_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "prepared_for takes a dict, a purpose and a tuple");
+  if (n != 4 || !PyDict_Check(args[0]) || !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "prepared_for takes a dict, a purpose, a tuple and a function");
     return NULL;
   }
   PyObject *key = ids_of(args[1], ((PyTupleObject *)args[2])->ob_item, PyTuple_GET_SIZE(args[2]));
   if (key == NULL) return NULL;
-  PyObject *known = PyDict_GetItemWithError(args[0], key);
+  PyObject *known = PyDict_GetItemWithError(args[0], key), *found = NULL;
+  if (known == NULL) {
+    if (!PyErr_Occurred()) found = prepare(args[0], key, args[2], args[3]);
+  } else if (PyTuple_Check(known) && PyTuple_GET_SIZE(known)) {
+    found = Py_NewRef(PyTuple_GET_ITEM(known, 0));
+  } else {
+    PyErr_SetString(PyExc_TypeError, "expected tuples of what is prepared");
+  }
   Py_DECREF(key);
-  if (known == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-  if (PyTuple_Check(known) && PyTuple_GET_SIZE(known)) return Py_NewRef(PyTuple_GET_ITEM(known, 0));
-  PyErr_SetString(PyExc_TypeError, "expected tuples of what is prepared");
-  return NULL;
+  return found;
 }
 
 static int is_among(PyObject *value, PyObject *list) {
@@ -1429,6 +1492,7 @@ static PyMethodDef methods[] = {
     {"leading", (PyCFunction)(void (*)(void))leading, METH_FASTCALL, NULL},
     {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
+    {"pointers_to", (PyCFunction)(void (*)(void))pointers_to, METH_FASTCALL, NULL},
     {"prepared_for", (PyCFunction)(void (*)(void))prepared_for, METH_FASTCALL, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},

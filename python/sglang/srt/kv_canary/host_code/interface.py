@@ -24,6 +24,7 @@ NAMES = (
     "leading",
     "look_up",
     "pack_lists",
+    "pointers_to",
     "prepared_for",
 )
 

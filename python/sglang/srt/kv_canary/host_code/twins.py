@@ -336,6 +336,22 @@ def variant_of_tensor(dtype: Any, address: int) -> Any:
     return (dtype,) if address % ALIGNED else dtype
 
 
+def pointers_to(pointer: type[tuple[Any, ...]], tensors: tuple[Any, ...]) -> list[Any]:
+    """A `pointer` for each of `tensors`: the tensor, its address and its variant. None for None.
+
+    Of a tensor whose elements are not adjacent, it is one to a copy. Made without `pointer`'s own constructor.
+    """
+    found: list[Any] = []
+    for tensor in tensors:
+        if tensor is not None:
+            tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+            address = tensor.data_ptr()
+            seen = tensor, address, variant_of_tensor(tensor.dtype, address)
+            tensor = tuple.__new__(pointer, seen)
+        found.append(tensor)
+    return found
+
+
 class CompiledLaunch(NamedTuple):
     """A compiled variant of a kernel. A call launches it on the current stream of its device.
 
@@ -425,11 +441,17 @@ def caller(levels: int) -> tuple[FrameType, CodeType] | None:
 
 
 def prepared_for(
-    prepared: Mapping[tuple[Any, ...], tuple[Any, ...]], purpose: Any, what: tuple[Any, ...]
-) -> Any | None:
-    """The first item of what `prepared` has for `purpose` and the ids of `what`. None: nothing."""
-    known = prepared.get((purpose, *map(id, what)))
-    return None if known is None else known[0]
+    prepared: dict[tuple[Any, ...], tuple[Any, ...]],
+    purpose: Any,
+    what: tuple[Any, ...],
+    make: Callable[[], Any],
+) -> Any:
+    """What `make` returns, made once for `purpose` and the objects `what`, and kept in `prepared`."""
+    key = (purpose, *map(id, what))
+    known = prepared.get(key)
+    if known is None:
+        known = prepared[key] = (make(), what)  # ids stay theirs as long as they are kept
+    return known[0]
 
 
 def carry_over(

@@ -119,7 +119,7 @@ def _spans_in(words: torch.Tensor, batch_size: int) -> torch.Tensor:
     return words[: SPAN_WORDS * batch_size].view(-1, SPAN_WORDS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExpectedTokens:
     """What the host knows about each request of a batch.
 

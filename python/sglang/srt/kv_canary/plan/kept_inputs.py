@@ -7,6 +7,7 @@ changes, and TAIL has always read it after the layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ _KEPT = (
     "extend_seq_lens",
     "extend_start_loc",
 )
-
+_kept_of = attrgetter(*_KEPT)
 
 _BEGIN = 1  # words before those of the tokens
 _NONE_BEGUN = -1
@@ -37,7 +38,7 @@ def words_of_inputs(new_tokens: int) -> int:
     return _BEGIN + _PER_TOKEN * new_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeptInputs:
     words: torch.Tensor  # int64[_PER_TOKEN * tokens]: input ids, positions, slots
     others: tuple[Any, ...]  # as _KEPT
@@ -86,4 +87,4 @@ class InputMemory:
             return None
         copies = self.words[:words]
         torch.cat((self._done, *inputs), out=copies)
-        return KeptInputs(copies[_BEGIN:], tuple([getattr(batch, name) for name in _KEPT]))
+        return KeptInputs(copies[_BEGIN:], _kept_of(batch))

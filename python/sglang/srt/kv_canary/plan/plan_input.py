@@ -1,9 +1,13 @@
-"""Which slots a forward verifies and writes, as spans of `req_to_token` that the kernels read themselves."""
+"""Which slots a forward verifies and writes, as spans of `req_to_token` that the kernels read themselves.
+
+Each step makes plans. So they are not frozen: that would be a call for each field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,10 +21,10 @@ from ..record import Mode
 from .expected_inputs import ExpectedTokens
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifyPlan:
     """Request i reads positions 0 .. base_lens[i] + prefix_delta - 1 of row rows[i].
 
@@ -36,7 +40,7 @@ class VerifyPlan:
     padded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WritePlan:
     """The forward's new tokens, request by request.
 
@@ -61,7 +65,7 @@ class WritePlan:
     scratch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardPlan:
     """Everything that a forward's launches read besides records and device state."""
 
@@ -73,30 +77,26 @@ class ForwardPlan:
     row_growth: int = 0
     may_have_prefixes: bool = True  # False: the host knows that no request has one
     # What a backend makes of the plan once for all of its launches
-    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    prepared: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
+    batch_size: int = field(init=False)
+    num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.batch_size = self.verify.rows.shape[0]
+        self.num_tokens = self.write.out_cache_loc.shape[0]
         if self.verify.padded and self.write.ext_lens is not None:
             raise ValueError(
                 "a padded plan needs the same number of new tokens for each request (ext_lens None), got ext_lens "
                 f"{tuple(self.write.ext_lens.shape)}: give padded requests row 0"
             )
 
-    @property
-    def batch_size(self) -> int:
-        return self.verify.rows.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.write.out_cache_loc.shape[0]
-
-    def parts(self, side: Side) -> Part:
-        """What the launches of HEAD or TAIL do. A step's further scratch belongs to the forward that verified."""
+    def parts(self, side: Side, of: Part = Part.ALL) -> Part:
+        """What of these HEAD's or TAIL's launches do. A step's further scratch belongs to the forward that verified."""
         if not self.write.scratch:
-            return Part.ALL
+            return of
         if self.verify.already_verified:
-            return Part.WRITE if side is Side.HEAD else Part(0)
-        return Part.ALL if side is Side.HEAD else Part.VERIFY | Part.NUMBER
+            return of & Part.WRITE if side is Side.HEAD else Part(0)
+        return of if side is Side.HEAD else of & (Part.VERIFY | Part.NUMBER)
 
     @property
     def tail_beside_the_layers(self) -> Part:
@@ -206,42 +206,29 @@ class PlanInput:
 
         Raises UnsupportedForwardError for a forward mode that the canary does not know.
         """
-        fb, mode = forward_batch, forward_batch.forward_mode
-        if mode.is_idle() or fb.batch_size == 0 or fb.out_cache_loc.shape[0] == 0:
+        fb = forward_batch
+        make, mode = _way_to_plan(fb.forward_mode)
+        if make is None or fb.batch_size == 0 or fb.out_cache_loc.shape[0] == 0:
             return None
-        if mode.is_decode():
-            return self._draft_decode(fb) if self.is_draft else self._decode(fb, expected)
-        if mode.is_target_verify():
-            return self._target_verify(fb, expected)
-        if mode.is_draft_extend_v2():
-            return self._draft_extend_v2(fb)
-        if mode.name == "DRAFT_EXTEND":  # v1, gone from newer releases
-            return self._draft_extend(fb)
-        if mode.is_extend() and fb.extend_seq_lens is not None:
-            return self._ragged(fb, self._extend_mode(mode), expected)
+        return make(self, fb, mode, expected)
+
+    def _refuse(self, fb, _mode, _expected) -> ForwardPlan:
         raise UnsupportedForwardError(
-            f"kv-canary cannot derive the slots of a forward in mode {mode.name}; "
+            f"kv-canary cannot derive the slots of a forward in mode {fb.forward_mode.name}; "
             "start without --kv-canary or report this model and its flags"
         )
 
-    @staticmethod
-    def _extend_mode(mode) -> Mode:
-        if mode.is_mixed():
-            return Mode.MIXED
-        if mode.is_split_prefill():
-            return Mode.SPLIT_PREFILL
-        return Mode.DLLM_EXTEND if mode.is_dllm_extend() else Mode.EXTEND
-
-    def _decode(self, fb, expected) -> ForwardPlan:
+    def _decode(self, fb, mode, expected) -> ForwardPlan:
+        if self.is_draft:
+            return self._draft_decode(fb)
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -1)
-        return self._uniform(fb, verify, 1, Mode.DECODE, None, expected)
+        return self._uniform(fb, verify, 1, mode, None, expected)
 
-    def _target_verify(self, fb, expected) -> ForwardPlan:
+    def _target_verify(self, fb, mode, expected) -> ForwardPlan:
         """seq_lens exclude the draft tokens. Each request has the same number of those."""
         fb, tokens = _whole_requests(fb, "draft_token_num")
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0, padded=True)
-        growth = self.row_growth
-        return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected, growth)
+        return self._uniform(fb, verify, tokens, mode, self.parents, expected, self.row_growth)
 
     def _draft_decode(self, fb) -> ForwardPlan:
         """One inner draft step: topk siblings per request, `inner_step` positions after seq_lens.
@@ -256,7 +243,7 @@ class PlanInput:
         mode = Mode.DRAFT_DECODE
         return self._uniform(fb, verify, topk, mode, parents, None, scratch=True)
 
-    def _draft_extend_v2(self, fb) -> ForwardPlan:
+    def _draft_extend_v2(self, fb, mode, _expected) -> ForwardPlan:
         """seq_lens include the new tokens: the same number for each request, accepted or not.
 
         A prefill graph pads the tokens after those of the last request, and so does the step with other ranks. Other
@@ -264,9 +251,9 @@ class PlanInput:
         """
         fb, tokens = _whole_requests(fb, "num_tokens_per_req", fb.extend_num_tokens)
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -tokens, padded=True)
-        return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
+        return self._uniform(fb, verify, tokens, mode, None, None)
 
-    def _draft_extend(self, fb) -> ForwardPlan:
+    def _draft_extend(self, fb, mode, _expected) -> ForwardPlan:
         """The accepted tokens only. seq_lens include them; extend_prefix_lens are the prompt's and of no use."""
         ext_lens, starts = fb.extend_seq_lens, fb.extend_start_loc
         if starts is None:  # in CUDA graphs
@@ -276,7 +263,7 @@ class PlanInput:
         # Padded requests become row 0; torch.where with a number would copy it to the device.
         rows = fb.req_pool_indices[:count] * (fb.out_cache_loc[starts.long()] != 0)
         verify = VerifyPlan(rows, fb.seq_lens[:count] - ext_lens, 0)
-        return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
+        return self._plan(fb, verify, ext_lens, starts, 0, mode, None, None)
 
     def _uniform(
         self, fb, verify, tokens, mode, parents, expected, growth=0, scratch=False
@@ -284,6 +271,8 @@ class PlanInput:
         return self._plan(fb, verify, None, None, tokens, mode, parents, expected, growth, scratch)
 
     def _ragged(self, fb, mode, expected) -> ForwardPlan:
+        if fb.extend_seq_lens is None:
+            return self._refuse(fb, mode, expected)
         rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
         verify = VerifyPlan(rows, fb.extend_prefix_lens, 0)
         lengths, starts, growth = fb.extend_seq_lens, fb.extend_start_loc, self.extend_growth
@@ -292,16 +281,23 @@ class PlanInput:
     def _plan(
         self, fb, verify, ext_lens, starts, tokens, mode, parents, expected, growth=0, scratch=False
     ) -> ForwardPlan:
+        slots, swa_slots = fb.out_cache_loc, _swa_location_of_attention(fb)
+        # Where attention stores the tokens, as requests hold it. Looked up once, at HEAD: pages that a running forward
+        # writes do not move. Captured graphs keep physical slots only, so the batch's virtual ones would not do.
+        if self.slot_names is not None:
+            slots = self.slot_names.locate(slots)
+        if self.swa_names is not None and swa_slots is not None:
+            swa_slots = self.swa_names.locate(swa_slots)
         write = WritePlan(
             fb.input_ids,
             fb.positions,
-            _named(self.slot_names, fb.out_cache_loc),
+            slots,
             ext_lens,
             starts,
             tokens,
             mode,
             parents,
-            _named(self.swa_names, _swa_location_of_attention(fb)),
+            swa_slots,
             scratch,
         )
         prefixes = None if ext_lens is None else getattr(fb, "extend_prefix_lens_cpu", None)
@@ -309,13 +305,33 @@ class PlanInput:
         return ForwardPlan(verify, write, self.req_to_token, expected, growth, may_have)
 
 
-def _named(names: PageTable | None, locations: torch.Tensor | None) -> torch.Tensor | None:
-    """The slots in which attention stores new tokens, as requests hold them.
+@cache
+def _way_to_plan(mode: ForwardMode) -> tuple[Callable[..., ForwardPlan] | None, Mode]:
+    """The method of PlanInput for forwards of `mode`, and their mode in records. None: they have no requests.
 
-    Looked up once, at HEAD: pages that a running forward writes do not move. Captured graphs keep physical slots
-    only, in a buffer of their own, so the batch's virtual ones would not do.
+    SGLang is asked once: each question is a call.
     """
-    return locations if names is None or locations is None else names.locate(locations)
+    if mode.is_idle():
+        return None, Mode.NONE
+    if mode.is_decode():
+        return PlanInput._decode, Mode.DECODE
+    if mode.is_target_verify():
+        return PlanInput._target_verify, Mode.TARGET_VERIFY
+    if mode.is_draft_extend_v2():
+        return PlanInput._draft_extend_v2, Mode.DRAFT_EXTEND
+    if mode.name == "DRAFT_EXTEND":  # v1, gone from newer releases
+        return PlanInput._draft_extend, Mode.DRAFT_EXTEND
+    if mode.is_extend():
+        return PlanInput._ragged, _extend_mode(mode)
+    return PlanInput._refuse, Mode.NONE
+
+
+def _extend_mode(mode: ForwardMode) -> Mode:
+    if mode.is_mixed():
+        return Mode.MIXED
+    if mode.is_split_prefill():
+        return Mode.SPLIT_PREFILL
+    return Mode.DLLM_EXTEND if mode.is_dllm_extend() else Mode.EXTEND
 
 
 def _whole_requests(

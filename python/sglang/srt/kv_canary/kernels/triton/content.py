@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import record
 from ...buffer_group import CanaryBufferGroup, ContentSource
 from ...config import ContentMode
+from ...host_code import HOST
 from ...page_table import PageTable
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...pool_kind import Side
@@ -26,17 +27,17 @@ from .device.content_kernel import (
     fingerprint_kernel,
     renew_kernel,
 )
-from .kernel_launcher import FixedArguments, KernelLauncher
+from .kernel_launcher import BATCH_SIZES, FixedArguments, KernelLauncher
 from .launch import (
     INT32_MAX,
-    batch_arguments,
-    batch_vector,
     dense,
     full_limit_of,
     grid_of,
-    prepared,
+    most_programs,
+    prepare_batch,
     report_arguments,
     space_arguments,
+    window_of,
 )
 from .overlap import launches_overlap
 
@@ -208,11 +209,63 @@ def _half_arguments(
     }
 
 
-def _has_few_items(plan: ForwardPlan, launch: ContentLaunch, mode: ContentMode) -> bool:
-    """Uniform batches of the shortest vector, which are a compiled variant of their own anyway, and large slots."""
-    if plan.write.ext_lens is not None or batch_vector(plan.batch_size) != batch_vector(1):
-        return False
+@dataclass(frozen=True, slots=True)
+class _ForwardLaunch:
+    """Launches of one group's content with a forward: what is the same for all batches, and what bounds their grid."""
+
+    fixed: FixedArguments
+    halves: int
+    slots: int  # of a work item
+    num_warps: int
+    most_programs: int
+
+
+def _has_few_items(launch: ContentLaunch, mode: ContentMode) -> bool:
+    """Of batches with few requests: those with large slots."""
     return mode is ContentMode.PARTIAL or max(launch.sizes) * launch.max_words >= LARGE_WORDS
+
+
+def _forward_launches(
+    req_to_token: torch.Tensor,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    mode: ContentMode,
+    budget_slots: int,
+    window: int,
+    writes: bool,
+    few_requests: bool,
+) -> list[_ForwardLaunch]:
+    """See `check_and_write_content`. `few_requests`: for uniform batches of the shortest vector."""
+    launches = []
+    for halves, launch in prepare(group):
+        few = few_requests and _has_few_items(launch, mode)
+        per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
+        constants = launch.constants(mode, few)
+        fixed = {
+            **space_arguments(req_to_token, group),
+            **_half_arguments(group, halves, launch),
+            **launch.page_arguments,
+            **report_arguments(state, group, Side.TAIL, halves[0]),
+            "lut": group.swa_index_lut,
+            "window": window,
+            "budget_slots": max(1, min(budget_slots, INT32_MAX)),
+            "STRIDE": group.stride,
+            "BEGINS_EARLY": launches_overlap(req_to_token.device),
+            **constants,
+            # What the kernel does not read would make variants of it
+            **({"starts": None} if group.stride == 1 else {}),
+            **({} if writes else {"num_tokens": 0}),
+        }
+        launches.append(
+            _ForwardLaunch(
+                fixed=FixedArguments(fixed),
+                halves=len(halves),
+                slots=constants["SLOTS"],
+                num_warps=FEW_WARPS if few else NUM_WARPS,
+                most_programs=most_programs(group.k_head.device, per_sm),
+            )
+        )
+    return launches
 
 
 def check_and_write_content(
@@ -229,42 +282,35 @@ def check_and_write_content(
     `writes` the new slots are left to `write_content`. Where launches overlap, re-reads do not wait for the launch
     right before, which is TAIL's or another group's content. What it stores they must not need.
     """
-    rows = plan.req_to_token
-    context = rows.shape[1]
-    batch = batch_arguments(plan, group)
-    if group.stride == 1:
-        batch["starts"] = None  # what the kernel does not read would make variants of it
-    batch["budget_slots"] = max(1, min(budget_slots, INT32_MAX))
-    num_tokens = batch["num_tokens"] = plan.num_tokens if writes else 0
-    for halves, launch in prepared(state, "content", (group,), lambda: prepare(group)):
-        few = _has_few_items(plan, launch, mode)
-        per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
-        fixed = prepared(
+    rows, already_verified = plan.req_to_token, plan.verify.already_verified
+    arguments = plan.prepared or prepare_batch(plan)
+    batch_size = arguments["batch_size"]
+    # Their vector makes a compiled variant of its own anyway
+    few_requests = plan.write.ext_lens is None and batch_size <= BATCH_SIZES[0]
+    launches = HOST.prepared_for(
+        state.prepared,
+        ("content", mode, budget_slots, already_verified, writes, few_requests),
+        (group, rows),
+        lambda: _forward_launches(
+            rows,
+            group,
             state,
-            ("content", mode, few, halves),
-            (group, rows, launch),
-            lambda halves=halves, launch=launch, few=few: FixedArguments(
-                {
-                    **space_arguments(rows, group),
-                    **_half_arguments(group, halves, launch),
-                    **report_arguments(state, group, Side.TAIL, halves[0]),
-                    "lut": group.swa_index_lut,
-                    "STRIDE": group.stride,
-                    "BEGINS_EARLY": launches_overlap(rows.device),
-                    **launch.constants(mode, few),
-                }
-            ),
-        )
-        slots = fixed.arguments["SLOTS"]
-        visits = min(
-            plan.batch_size * -(-context // slots), budget_slots // slots + 1 + 2 * plan.batch_size
-        )
+            mode,
+            budget_slots,
+            window_of(group, already_verified),
+            writes,
+            few_requests,
+        ),
+    )
+    context, num_tokens = rows.shape[1], arguments["num_tokens"] if writes else 0
+    for each in launches:
+        slots = each.slots
+        visits = min(batch_size * -(-context // slots), budget_slots // slots + 1 + 2 * batch_size)
         written = -(-num_tokens // slots)
         if group.stride != 1:
-            written = num_tokens // (group.stride * slots) + plan.batch_size
-        grid = grid_of(len(halves) * (visits + written), group.k_head.device, per_sm)
-        arguments = {**batch, **launch.page_arguments}
-        _launch_forward(grid, FEW_WARPS if few else NUM_WARPS, arguments, fixed)
+            written = num_tokens // (group.stride * slots) + batch_size
+        grid = (max(1, min(each.halves * (visits + written), each.most_programs)),)
+        _launch_forward(grid, each.num_warps, arguments, each.fixed)
 
 
 def write_content(
@@ -275,27 +321,44 @@ def write_content(
     Raises ValueError for strided groups: which of their slots a forward completes is worked out with its prefixes.
     """
     refuse_strided(group)
-    batch = batch_arguments(plan, group)
-    changing = {name: batch[name] for name in ("out_cache_loc", "num_tokens")}
-    for halves, launch in prepared(state, "content", (group,), lambda: prepare(group)):
-        fixed = prepared(
-            state,
-            ("write content", mode, halves),
-            (group, launch),
-            lambda halves=halves, launch=launch: FixedArguments(
-                {
-                    **_half_arguments(group, halves, launch),
-                    **report_arguments(state, group, Side.TAIL, halves[0]),
-                    "lut": group.swa_index_lut,
-                    "full_limit": full_limit_of(group),
-                    "num_slots": group.num_slots,
-                    **launch.constants(mode),
-                }
-            ),
+    arguments = plan.prepared or prepare_batch(plan)
+    launches = HOST.prepared_for(
+        state.prepared,
+        ("write content", mode),
+        (group,),
+        lambda: _write_launches(group, state, mode),
+    )
+    for each in launches:
+        items = each.halves * -(-arguments["num_tokens"] // each.slots)
+        grid = (max(1, min(items, each.most_programs)),)
+        _launch_writes(grid, each.num_warps, arguments, each.fixed)
+
+
+def _write_launches(
+    group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
+) -> list[_ForwardLaunch]:
+    launches = []
+    for halves, launch in prepare(group):
+        constants = launch.constants(mode)
+        fixed = {
+            **_half_arguments(group, halves, launch),
+            **launch.page_arguments,
+            **report_arguments(state, group, Side.TAIL, halves[0]),
+            "lut": group.swa_index_lut,
+            "full_limit": full_limit_of(group),
+            "num_slots": group.num_slots,
+            **constants,
+        }
+        launches.append(
+            _ForwardLaunch(
+                fixed=FixedArguments(fixed),
+                halves=len(halves),
+                slots=constants["SLOTS"],
+                num_warps=NUM_WARPS,
+                most_programs=most_programs(group.k_head.device, PROGRAMS_PER_SM),
+            )
         )
-        items = len(halves) * -(-plan.num_tokens // fixed.arguments["SLOTS"])
-        grid = grid_of(items, group.k_head.device, PROGRAMS_PER_SM)
-        _launch_writes(grid, NUM_WARPS, {**changing, **launch.page_arguments}, fixed)
+    return launches
 
 
 def content_fingerprint(

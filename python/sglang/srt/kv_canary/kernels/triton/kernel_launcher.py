@@ -7,7 +7,7 @@ several launches of a forward take once for all of them (`Pointer`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ import torch
 
 from ...capacities import MOST_REQUESTS
 from ...host_code import HOST
-from ...host_code.twins import CompiledLaunch, variant_of_tensor
+from ...host_code.twins import CompiledLaunch
 from .compile_ahead import AHEAD, Begun
 from .direct_launch import direct_launch, is_known
 from .jit import INTERPRET
 from .overlap import WAITS
 
-__all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant_of"]
+__all__ = ["FixedArguments", "KernelLauncher", "Pointer", "variant_of"]
 
 CAN_SKIP = not INTERPRET and is_known()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
@@ -30,7 +30,10 @@ BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
 
 
 class Pointer(NamedTuple):
-    """A tensor argument that is looked at once, for all launches that take it. It must keep its address."""
+    """A tensor argument that is looked at once, for all launches that take it. It must keep its address.
+
+    `HOST.pointers_to` makes them.
+    """
 
     tensor: torch.Tensor
     address: int
@@ -40,20 +43,11 @@ class Pointer(NamedTuple):
 _TYPES = (Pointer, torch.Tensor)
 
 
-def pointer_to(tensor: torch.Tensor | None) -> Pointer | None:
-    """The argument that stands for `tensor`."""
-    if tensor is None:
-        return None
-    address = tensor.data_ptr()
-    seen = tensor, address, variant_of_tensor(tensor.dtype, address)
-    # Its own constructor is a function in Python
-    return tuple.__new__(Pointer, seen)
-
-
 class FixedArguments:
     """Arguments, by name, that are the same objects in every launch that is given them. Tensors keep their addresses.
 
-    They serve one KernelLauncher, whose launches give the same further names each time.
+    They serve one KernelLauncher, whose launches give the same further names each time. They win over what a launch
+    gives by their names.
     """
 
     __slots__ = ("arguments", "rest")
@@ -68,14 +62,14 @@ class _Rest:
 
     __slots__ = ("compiled", "count", "shape")
 
-    def __init__(self, launcher: KernelLauncher, fixed: Mapping[str, Any], names: Iterable[str]):
-        """`fixed`, `names`: arguments that stay, names of those that change. The latter win."""
-        changing = set(names)
-        self.count = len(changing)
+    def __init__(self, launcher: KernelLauncher, fixed: Mapping[str, Any], names: Collection[str]):
+        """`fixed`, `names`: arguments that stay, names of those that each launch gives."""
+        self.count = len(names)
         place_of = {name: i for i, name in enumerate(launcher.names)}
         # In their order, in which each launch gives them
-        names = [name for name in names if name in place_of]
+        names = [name for name in names if name in place_of and name not in fixed]
         places = bytes([place_of[name] for name in names])
+        changing = set(names)
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
         _, plain = variant_of(fixed_values, launcher.only_types)
         # What `HOST.launch_arguments` takes first
@@ -109,9 +103,9 @@ class KernelLauncher:
         arguments: Mapping[str, Any],
         fixed: FixedArguments | None = None,
     ) -> None:
-        """Launch on the current stream. `arguments` win over `fixed` ones of the same name."""
+        """Launch on the current stream. `fixed` ones win over `arguments` of the same name."""
         if fixed is None or not CAN_SKIP or AHEAD.active:
-            whole = arguments if fixed is None else {**fixed.arguments, **arguments}
+            whole = arguments if fixed is None else {**arguments, **fixed.arguments}
             self._launch(grid, num_warps, whole)
             return
         rest = fixed.rest
@@ -119,7 +113,7 @@ class KernelLauncher:
             rest = fixed.rest = _Rest(self, fixed.arguments, arguments)
         if not HOST.launch(rest.shape, rest.compiled, grid[0], num_warps, arguments):
             key, _ = HOST.launch_arguments(*rest.shape, num_warps, arguments)
-            rest.compiled[key] = self._launch(grid, num_warps, {**fixed.arguments, **arguments})
+            rest.compiled[key] = self._launch(grid, num_warps, {**arguments, **fixed.arguments})
 
     def _launch(
         self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from ...pool_kind import PoolKind, Side
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .jit import INTERPRET
-from .kernel_launcher import BATCH_SIZES, pointer_to
+from .kernel_launcher import BATCH_SIZES, FixedArguments, KernelLauncher, Pointer
 from .overlap import launches_overlap
-
-T = TypeVar("T")
 
 PROGRAMS_PER_SM = 4
 NUM_WARPS = 4
@@ -35,11 +33,16 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def most_programs(device: torch.device, programs_per_sm: int) -> int:
+    """Programs of a persistent grid."""
+    return (
+        1 if INTERPRET else programs_per_sm * sm_count(device)
+    )  # 1: in item order, as in the reference
+
+
 def grid_of(items: int, device: torch.device, programs_per_sm: int) -> tuple[int]:
     """A persistent grid for at most `items` work items."""
-    if INTERPRET:
-        return (1,)  # in item order: verify before write, as in the reference
-    return (max(1, min(items, programs_per_sm * sm_count(device))),)
+    return (max(1, min(items, most_programs(device, programs_per_sm))),)
 
 
 def batch_vector(batch_size: int) -> int:
@@ -70,75 +73,61 @@ def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
-def window_of(plan: ForwardPlan, group: CanaryBufferGroup) -> int:
+def window_of(group: CanaryBufferGroup, already_verified: bool) -> int:
     """Prefix tokens that are verified; 0 where an earlier forward of the step did it."""
-    if plan.verify.already_verified:
+    if already_verified:
         return 0
     return NO_WINDOW if group.window is None else group.window
 
 
-def batch_arguments(
-    plan: ForwardPlan, group: CanaryBufferGroup, writes: bool = True
-) -> dict[str, Any]:
-    """Arguments, by name, of every kernel that works on a batch: its requests, new slots and window."""
-    return {**_of_all_groups(plan, writes, _batch_arguments), "window": window_of(plan, group)}
+def prepare_batch(plan: ForwardPlan) -> dict[str, Any]:
+    """Arguments, by name, that all launches of the plan share, kept with it: each look at a tensor costs host time.
 
-
-def forward_arguments(
-    plan: ForwardPlan, group: CanaryBufferGroup, writes: bool = True
-) -> dict[str, Any]:
-    """Those, and what forward_kernel and strided_kernel take of a batch besides."""
-    return {**_of_all_groups(plan, writes, _forward_arguments), "window": window_of(plan, group)}
-
-
-def _of_all_groups(
-    plan: ForwardPlan, writes: bool, make: Callable[[ForwardPlan, bool], dict[str, Any]]
-) -> dict[str, Any]:
-    """What `make` returns, made once for all launches of the plan: each look at a tensor costs host time."""
-    # The slots are not read otherwise; those of a draft step are strided, and a copy is a launch of its own.
-    reads_slots = writes or plan.verify.padded
-    key = (make, reads_slots)
-    known = plan.prepared.get(key)
-    if known is None:
-        known = plan.prepared[key] = make(plan, reads_slots)
-    return known
-
-
-def _batch_arguments(plan: ForwardPlan, reads_slots: bool) -> dict[str, Any]:
-    verify, write = plan.verify, plan.write
+    It has all that any of the kernels takes of a batch.
+    """
+    verify, write, expected = plan.verify, plan.write, plan.expected
     batch_size = plan.batch_size
-    slots = pointer_to(dense(write.out_cache_loc) if reads_slots else write.out_cache_loc)
-    return {
-        "rows": pointer_to(dense(verify.rows)),
-        "base_lens": pointer_to(dense(verify.base_lens)),
-        "ext_lens": pointer_to(dense(write.ext_lens)),
-        "starts": pointer_to(dense(write.starts)),
+    rows, base_lens, ext_lens, starts, parents, input_ids, positions, slots = HOST.pointers_to(
+        Pointer,
+        (
+            verify.rows,
+            verify.base_lens,
+            write.ext_lens,
+            write.starts,
+            write.parents,
+            write.input_ids,
+            write.positions,
+            write.out_cache_loc,
+        ),
+    )
+    tokens, spans = (None, None) if expected is None else (expected.tokens, expected.spans)
+    known_tokens, known_spans = HOST.pointers_to(Pointer, (tokens, spans))
+    # In the order of forward_kernel's parameters
+    arguments = plan.prepared = {
+        "rows": rows,
+        "base_lens": base_lens,
+        "ext_lens": ext_lens,
+        "starts": starts,
         "first_slots": slots if verify.padded else None,
+        "parents": parents,
+        "input_ids": input_ids,
+        "positions": positions,
         "out_cache_loc": slots,
+        # What the host knows of the forward's tokens
+        "known_tokens": known_tokens,
+        "known_spans": known_spans,
         "prefix_delta": verify.prefix_delta,
         "batch_size": batch_size,
         "num_tokens": plan.num_tokens,
         "tokens_per_request": write.tokens_per_request,
-        "BATCH": batch_vector(batch_size),
-    }
-
-
-def _forward_arguments(plan: ForwardPlan, reads_slots: bool) -> dict[str, Any]:
-    write, expected = plan.write, plan.expected
-    return {
-        **_of_all_groups(plan, reads_slots, _batch_arguments),
-        "positions": pointer_to(dense(write.positions)),
         "mode": int(write.mode),
-        # What the host knows of the forward's tokens
-        "known_tokens": None if expected is None else pointer_to(expected.tokens),
-        "known_spans": None if expected is None else pointer_to(expected.spans),
-        "num_spans": 0 if expected is None else expected.spans.shape[0],
-        "num_known": 0 if expected is None else expected.tokens.shape[0],
-        "parents": pointer_to(dense(write.parents)),
-        "input_ids": pointer_to(dense(write.input_ids)),
+        "num_spans": 0 if spans is None else spans.shape[0],
+        "num_known": 0 if tokens is None else tokens.shape[0],
         "row_growth": plan.row_growth,
+        "BATCH": batch_vector(batch_size),
         "SINGLE": write.ext_lens is None and write.tokens_per_request == 1,
     }
+    return arguments
 
 
 def space_arguments(req_to_token: torch.Tensor, group: CanaryBufferGroup) -> dict[str, Any]:
@@ -171,18 +160,6 @@ def part_arguments(state: CanaryDeviceState, side: Side, part: Part) -> dict[str
     }
 
 
-def prepared(
-    state: CanaryDeviceState, purpose: Hashable, what: tuple[Any, ...], make: Callable[[], T]
-) -> T:
-    """What `make` returns, made once for `purpose` and these objects, and kept with `state`."""
-    known = HOST.prepared_for(state.prepared, purpose, what)
-    if known is None:
-        known = make()
-        key = (purpose, *map(id, what))
-        state.prepared[key] = (known, what)  # ids stay theirs as long as they are kept
-    return known
-
-
 @lru_cache
 def _tag_id(kind: PoolKind, half: str, side: Side) -> int:
     return CanaryLaunchTag(kind, half, side).id
@@ -211,8 +188,22 @@ def record_arguments(group: CanaryBufferGroup) -> dict[str, Any]:
     }
 
 
-def verify_items(plan: ForwardPlan, state: CanaryDeviceState) -> int:
-    """No forward visits more blocks than this."""
-    per_request = -(-plan.req_to_token.shape[1] // VERIFY_BLOCK)
+@dataclass(frozen=True, slots=True)
+class PartLaunch:
+    """Launches of one part of a group's HEAD or TAIL: what is the same for all batches, and what bounds their grid."""
+
+    launch: KernelLauncher
+    fixed: FixedArguments
+    num_warps: int
+    blocks_each: int  # of the prefix of a request; 0: none is verified
+    most_blocks: int  # that a forward visits
+    item_tokens: int  # new tokens that a work item writes at most; 0: none are written
+    splits_requests: bool  # work items are of one request each
+    most_programs: int
+    compares_swa: bool = False  # with the SWA slots that attention received
+
+
+def blocks_of(req_to_token: torch.Tensor, state: CanaryDeviceState, part: Part) -> tuple[int, int]:
+    """`PartLaunch.blocks_each` and `most_blocks`. No forward visits more."""
     budget = max(1, state.capacities.verify_budget_slots // VERIFY_BLOCK)
-    return min(plan.batch_size * per_request, budget)
+    return -(-req_to_token.shape[1] // VERIFY_BLOCK) if Part.VERIFY in part else 0, budget

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ...buffer_group import CanaryBufferGroup
+from ...host_code import HOST
 from ...state import CanaryDeviceState
 from .device.next_tokens_kernel import next_tokens_kernel
 from .kernel_launcher import FixedArguments, KernelLauncher
-from .launch import dense, prepared
+from .launch import dense
 
 BLOCK = 128
 _launch = KernelLauncher(next_tokens_kernel)
@@ -33,8 +34,11 @@ def note_next_tokens(
     `places` int[batch size, n]: where in `tokens`, int[any], each of them is. Those beyond counts[i] are not read.
     """
     batch_size = rows.shape[0]
-    fixed = prepared(
-        state, "next tokens", (groups,), lambda: FixedArguments(_fixed_arguments(groups, state))
+    fixed = HOST.prepared_for(
+        state.prepared,
+        "next tokens",
+        (groups,),
+        lambda: FixedArguments(_fixed_arguments(groups, state)),
     )
     if batch_size == 0 or not fixed.arguments["KINDS"]:
         return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...host_code import HOST
 from ...state import CanaryDeviceState
 from .device.outbox_kernel import publish_kernel
 from .kernel_launcher import FixedArguments, KernelLauncher
-from .launch import prepared
 from .overlap import launches_overlap
 
 _launch = KernelLauncher(publish_kernel)
@@ -16,8 +16,8 @@ def publish(state: CanaryDeviceState) -> None:
 
     A launch of its own: only there is it known that all programs of the launches before it have ended.
     """
-    fixed = prepared(
-        state,
+    fixed = HOST.prepared_for(
+        state.prepared,
         "outbox",
         (),
         lambda: FixedArguments(

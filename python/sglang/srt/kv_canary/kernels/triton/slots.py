@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...buffer_group import CanaryBufferGroup
+from ...host_code import HOST
 from ...pool_kind import Side
 from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
@@ -15,7 +16,7 @@ from ...state import CanaryDeviceState
 from .device import slot_runs_kernel as runs_in_one
 from .device.slots_kernel import copy_kernel, slot_event_kernel
 from .kernel_launcher import FixedArguments, KernelLauncher
-from .launch import dense, grid_of, prepared, record_arguments, report_arguments
+from .launch import dense, grid_of, record_arguments, report_arguments
 
 BLOCK = 256
 NUM_WARPS = 4
@@ -76,8 +77,8 @@ def apply_slot_event(
     elif free:
         steps = ((True, False, False), (False, True, False), (False, False, True))
         launches = [(grid, step) for step in (steps if by_call else steps[1:])]
-    fixed = prepared(
-        state,
+    fixed = HOST.prepared_for(
+        state.prepared,
         ("slot event", kind, page_size),
         (group,),
         lambda: FixedArguments(_fixed_arguments(kind, group, state, page_size)),
@@ -186,8 +187,8 @@ def _apply_in_one(
     by_call = page_size > 1 and call_ids is not None
     if by_call:
         _refuse_split_slots(group, page_size)
-    fixed = prepared(
-        state,
+    fixed = HOST.prepared_for(
+        state.prepared,
         ("slot runs", page_size),
         (group,),
         lambda: FixedArguments(
