@@ -92,7 +92,7 @@ class CanaryEndpoint:
 
     def launch_per_forward(self, launcher, plan) -> None:
         """Verify and write all halves of this endpoint's group and side, as far as `plan` has work."""
-        launcher.launch(plan, self.group, self.tag.side)
+        launcher.launch(plan, self.tag.side, groups=(self.group,))
 
     def launch_sweep(self, launcher, sweep_plan) -> None:
         """Verify the flat list `sweep_plan`, for all halves of this endpoint's group."""

@@ -106,7 +106,7 @@ class Rig:
         try:
             with self._patch.context() as patch, self.rig.manager.disarmed():
                 patch.setattr(captured, "is_capturing", lambda: True)
-                patch.setattr(captured, "launch_endpoints_per_forward", self._launch)
+                patch.setattr(Launcher, "launch", self._launch)
                 patch.setattr(Launcher, "publish", lambda _: self.log.append("publish"))
                 if mode == "decode":
                     self.rig.decode([1])
@@ -118,8 +118,8 @@ class Rig:
             self._capturing = False
         return list(self.log)
 
-    def _launch(self, _: Any, plan: ForwardPlan, side: Side, part: Part = Part.ALL) -> None:
-        if plan.parts(side) & part:
+    def _launch(self, plan: ForwardPlan, side: Side, part: Part = Part.ALL) -> None:
+        if plan.parts(side, part):
             self.log.append((side.value, part))
 
 

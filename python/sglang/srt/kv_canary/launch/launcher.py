@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,27 +12,14 @@ from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..endpoint import CanaryEndpoint, Part, build_endpoints_from_group
 from ..kernels.layout import content_slots_per_forward
-from ..plan.expected_inputs import ExpectedTokens
-from ..plan.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
+from ..plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ..pool_kind import Side
 from ..state import CanaryDeviceState
 
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-def invoke_plan(
-    plan_input: PlanInput,
-    forward_batch: ForwardBatch,
-    expected: ExpectedTokens | None,
-    capturing: bool,
-) -> ForwardPlan | None:
-    """What the forward verifies and writes; None when it has no requests.
-
-    A capture takes nothing from `expected`: the host's tokens are of one forward, and the graph serves all.
-    """
-    return plan_input.fill_from_forward_batch(forward_batch, None if capturing else expected)
-
+# Parts of TAIL that content is checked after, and whether they fingerprint new slots
+_CONTENT_AFTER = {
+    part: Part.NEW_CONTENT in part for part in map(Part, range(Part.ALL + 1)) if Part.WRITE in part
+}
 
 _has_cuda = cache(torch.cuda.is_available)  # asks the driver
 
@@ -77,20 +63,29 @@ class Launcher:
         return tuple(e for group in self.groups for e in build_endpoints_from_group(group))
 
     def launch(
-        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
+        self,
+        plan: ForwardPlan,
+        side: Side,
+        part: Part = Part.ALL,
+        groups: tuple[CanaryBufferGroup, ...] | None = None,
     ) -> None:
-        """Run `part`, as far as `plan` has work for it. Content is checked after TAIL has written."""
-        part &= plan.parts(side)
+        """Run `part`, as far as `plan` has work for it, for `groups`, by default all.
+
+        Content is checked after TAIL has written.
+        """
+        part = plan.parts(side, part)
         if not part:
             return
-        self.backend.check_and_write(plan, group, side, self.state, part)
-        writes_tail = side is Side.TAIL and Part.WRITE in part
-        if writes_tail and self.content_mode is not ContentMode.NONE:
-            slots, writes = self._content_slots[id(group)], Part.NEW_CONTENT in part
-            if writes or plan.may_have_prefixes:
-                self.backend.check_and_write_content(
-                    plan, group, self.state, self.content_mode, slots, writes
-                )
+        backend, state, mode = self.backend, self.state, self.content_mode
+        writes = None  # new content; None: no content at all
+        if side is Side.TAIL and mode is not ContentMode.NONE:
+            writes = _CONTENT_AFTER.get(part)
+        rereads = writes is not None and plan.may_have_prefixes
+        for group in self.groups if groups is None else groups:
+            backend.check_and_write(plan, group, side, state, part)
+            if writes or rereads:
+                slots = self._content_slots[id(group)]
+                backend.check_and_write_content(plan, group, state, mode, slots, writes)
 
     def write_content(self, plan: ForwardPlan) -> None:
         """Part.NEW_CONTENT of `plan`, for launches of TAIL that left it out. Nothing else may have been launched since.
@@ -145,8 +140,7 @@ def launch_endpoints_per_forward(
     launcher: Launcher, plan: ForwardPlan, side: Side, part: Part = Part.ALL
 ) -> None:
     """All endpoints of `side`, as far as the plan has work for them."""
-    for group in launcher.groups:
-        launcher.launch(plan, group, side, part)
+    launcher.launch(plan, side, part)
 
 
 def launch_endpoints_sweep(

@@ -9,7 +9,7 @@ import torch
 
 from ..endpoint import Part
 from ..errors import CanaryUnseenForwardError
-from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoints_per_forward
+from ..launch.launcher import Launcher, is_capturing
 from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.kept_inputs import KeptInputs
 from ..plan.plan_input import ForwardPlan, PlanInput
@@ -22,6 +22,8 @@ from .phases import Phase, PhaseTracker
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_ALL_BUT_NEW_CONTENT = Part.ALL & ~Part.NEW_CONTENT
 
 
 class SingleForwardManager:
@@ -91,8 +93,9 @@ class SingleForwardManager:
             if inputs is not None:
                 self._waiting = inputs, mode
                 return
+        # The host's tokens are of one forward, and a graph serves all.
         expected = None if capturing else self._known()
-        self._plan = invoke_plan(self._plan_input, forward_batch, expected, capturing)
+        self._plan = self._plan_input.fill_from_forward_batch(forward_batch, expected)
         if self._plan is not None:
             self._plan = self._launch_head(self._plan, mode, capturing)
 
@@ -111,7 +114,7 @@ class SingleForwardManager:
         """Or leave it for the branch. Returns the plan for what follows."""
         if self._late.events is not None and not capturing:  # a graph would apply them each time
             self._late.apply_events()
-        if not capturing and Part.NUMBER in plan.parts(Side.HEAD):
+        if not capturing and plan.parts(Side.HEAD, Part.NUMBER):
             self._on_launch(mode)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
         disarmed = self._disarmed = not capturing and not self._is_armed()
@@ -130,7 +133,7 @@ class SingleForwardManager:
         if capturing:
             plan = plan.dense()  # the branch must not allocate memory
         if not self._head_is_beside:
-            launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
+            self._launcher.launch(plan, Side.HEAD)
         if branches:
             self._beginning = self._branch.point()
         return plan
@@ -139,8 +142,8 @@ class SingleForwardManager:
         """All launches of this forward at once, and for all smaller batches, of which a graph is captured next."""
         with self._launcher.backend.compiling_ahead(smaller_batches=True) as compiles:
             if compiles:
-                launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
-                self._launch_tail(plan, *self._tail_parts)
+                self._launcher.launch(plan, Side.HEAD)
+                self._launch_tail(plan, self._tail_parts)
 
     def layers_have_run(self) -> None:
         """The layers have been captured. What follows them has not, such as the LM head: TAIL runs beside it."""
@@ -160,15 +163,15 @@ class SingleForwardManager:
             return
         if self._disarmed:
             self._watch.end()
-        late = Part.NEW_CONTENT if self._late.take_content(plan) else Part(0)
-        self._launch_tail(plan, *(part & ~late for part in self._tail_parts))
+        now = _ALL_BUT_NEW_CONTENT if self._late.take_content(plan) else Part.ALL
+        self._launch_tail(plan, self._tail_parts, now)
 
     def _capture_tail(self, plan: ForwardPlan) -> None:
         """On the branch as far as may be, and HEAD before it where it has been left for the branch."""
         beginning, end = self._beginning, self._end_of_layers
         self._beginning = self._end_of_layers = None
         rest = self._tail_parts[-1]
-        if not plan.parts(Side.TAIL) & rest:
+        if not plan.parts(Side.TAIL, rest):
             end = None
         try:
             if beginning is not None:
@@ -176,11 +179,11 @@ class SingleForwardManager:
                     self._capture_beside_layers(plan)
             if end is not None:
                 with self._branch.after(end):
-                    self._launch_tail(plan, rest)
+                    self._launch_tail(plan, (rest,))
         finally:
             self._branch.join()  # even after an error: an open branch would end the server
         if end is None:
-            self._launch_tail(plan, rest)
+            self._launch_tail(plan, (rest,))
 
     def _capture_beside_layers(self, plan: ForwardPlan) -> None:
         if self._head_is_beside:
@@ -190,19 +193,20 @@ class SingleForwardManager:
                     "kv-canary: the model has changed its inputs in place in a captured forward, and not in the "
                     "forwards before it; expected input ids, positions and slots that stay. Report this model"
                 )
-            launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
-        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, self._tail_parts[0])
+            self._launcher.launch(plan, Side.HEAD)
+        self._launcher.launch(plan, Side.TAIL, self._tail_parts[0])
 
-    def _launch_tail(self, plan: ForwardPlan, *parts: Part) -> None:
+    def _launch_tail(self, plan: ForwardPlan, parts: tuple[Part, ...], of: Part = Part.ALL) -> None:
+        """Launch each of `parts`, as far as it is `of` these."""
         for part in parts:
-            launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
+            self._launcher.launch(plan, Side.TAIL, part & of)
         if not plan.write.scratch:  # a draft's further steps belong to the same forward
             self._launcher.publish()
 
     def _launch_late_head(self, inputs: KeptInputs, mode: str) -> ForwardPlan | None:
         """Returns the plan, which TAIL shares."""
         self._waiting = None
-        plan = invoke_plan(self._plan_input, inputs.batch(), self._known(), capturing=False)
+        plan = self._plan_input.fill_from_forward_batch(inputs.batch(), self._known())
         if plan is not None:
             plan = self._launch_head(plan, mode)
         return plan
