@@ -654,7 +654,7 @@ def test_inputs_of_other_types_are_kept_as_numbers() -> None:
     )
     for name in ("input_ids", "positions", "out_cache_loc"):
         setattr(batch, name, getattr(batch, name).to(DEVICE))
-    kept = memory.keep(batch).batch()
+    kept = memory.keep(batch).unpack()
     ids.zero_()
     assert kept.input_ids.tolist() == [5, 6, -1]
     assert (kept.positions.tolist(), kept.out_cache_loc.tolist()) == ([0, 1, 2], [9, 8, 7])

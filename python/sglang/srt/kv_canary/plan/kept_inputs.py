@@ -6,29 +6,16 @@ changes, and TAIL has always read it after the layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 _PER_TOKEN = 3  # input id, position, slot
-# What a plan of a prefill reads besides. The forward may give the batch other tensors meanwhile.
-_KEPT = (
-    "forward_mode",
-    "batch_size",
-    "req_pool_indices",
-    "extend_prefix_lens",
-    "extend_prefix_lens_cpu",
-    "extend_seq_lens",
-    "extend_start_loc",
-)
-_kept_of = attrgetter(*_KEPT)
-
 _BEGIN = 1  # words before those of the tokens
 _NONE_BEGUN = -1
 
@@ -40,14 +27,27 @@ def words_of_inputs(new_tokens: int) -> int:
 
 @dataclass(slots=True)
 class KeptInputs:
-    words: torch.Tensor  # int64[_PER_TOKEN * tokens]: input ids, positions, slots
-    others: tuple[Any, ...]  # as _KEPT
+    """What a plan is made from, instead of the ForwardBatch, which the forward may give other tensors meanwhile."""
 
-    def batch(self) -> SimpleNamespace:
-        """What a plan is made from, instead of the ForwardBatch."""
-        ids, positions, slots = self.words.view(_PER_TOKEN, -1).unbind()
-        others = dict(zip(_KEPT, self.others, strict=True))
-        return SimpleNamespace(input_ids=ids, positions=positions, out_cache_loc=slots, **others)
+    words: torch.Tensor  # int64[_PER_TOKEN * tokens]: input ids, positions, slots
+    forward_mode: ForwardMode
+    batch_size: int
+    req_pool_indices: torch.Tensor
+    extend_prefix_lens: torch.Tensor
+    extend_prefix_lens_cpu: list[int]
+    extend_seq_lens: torch.Tensor
+    extend_start_loc: torch.Tensor
+    input_ids: torch.Tensor = field(init=False)
+    positions: torch.Tensor = field(init=False)
+    out_cache_loc: torch.Tensor = field(init=False)
+
+    def unpack(self) -> KeptInputs:
+        """Itself, with a tensor of each input of the tokens. Only now: the GPU waits for `keep`."""
+        self.input_ids, self.positions, self.out_cache_loc = self.words.chunk(_PER_TOKEN)
+        return self
+
+
+_of_batch = attrgetter(*[f.name for f in fields(KeptInputs) if f.init and f.name != "words"])
 
 
 class InputMemory:
@@ -87,4 +87,4 @@ class InputMemory:
             return None
         copies = self.words[:words]
         torch.cat((self._done, *inputs), out=copies)
-        return KeptInputs(copies[_BEGIN:], _kept_of(batch))
+        return KeptInputs(copies[_BEGIN:], *_of_batch(batch))

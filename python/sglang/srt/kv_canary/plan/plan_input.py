@@ -273,7 +273,9 @@ class PlanInput:
     def _ragged(self, fb, mode, expected) -> ForwardPlan:
         if fb.extend_seq_lens is None:
             return self._refuse(fb, mode, expected)
-        rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
+        rows, count = fb.req_pool_indices, fb.extend_seq_lens.shape[0]
+        if rows.shape[0] != count:
+            rows = rows[:count]
         verify = VerifyPlan(rows, fb.extend_prefix_lens, 0)
         lengths, starts, growth = fb.extend_seq_lens, fb.extend_start_loc, self.extend_growth
         return self._plan(fb, verify, lengths, starts, 0, mode, None, expected, growth)

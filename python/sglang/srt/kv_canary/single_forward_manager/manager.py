@@ -206,7 +206,7 @@ class SingleForwardManager:
     def _launch_late_head(self, inputs: KeptInputs, mode: str) -> ForwardPlan | None:
         """Returns the plan, which TAIL shares."""
         self._waiting = None
-        plan = self._plan_input.fill_from_forward_batch(inputs.batch(), self._known())
+        plan = self._plan_input.fill_from_forward_batch(inputs.unpack(), self._known())
         if plan is not None:
             plan = self._launch_head(plan, mode)
         return plan

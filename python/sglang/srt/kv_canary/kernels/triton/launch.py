@@ -87,21 +87,12 @@ def prepare_batch(plan: ForwardPlan) -> dict[str, Any]:
     """
     verify, write, expected = plan.verify, plan.write, plan.expected
     batch_size = plan.batch_size
-    rows, base_lens, ext_lens, starts, parents, input_ids, positions, slots = HOST.pointers_to(
-        Pointer,
-        (
-            verify.rows,
-            verify.base_lens,
-            write.ext_lens,
-            write.starts,
-            write.parents,
-            write.input_ids,
-            write.positions,
-            write.out_cache_loc,
-        ),
-    )
     tokens, spans = (None, None) if expected is None else (expected.tokens, expected.spans)
-    known_tokens, known_spans = HOST.pointers_to(Pointer, (tokens, spans))
+    lengths = verify.rows, verify.base_lens, write.ext_lens, write.starts
+    inputs = write.parents, write.input_ids, write.positions, write.out_cache_loc
+    looked_at = HOST.pointers_to(Pointer, (*lengths, *inputs, tokens, spans))
+    rows, base_lens, ext_lens, starts, *of_tokens, known_tokens, known_spans = looked_at
+    parents, input_ids, positions, slots = of_tokens
     # In the order of forward_kernel's parameters
     arguments = plan.prepared = {
         "rows": rows,
