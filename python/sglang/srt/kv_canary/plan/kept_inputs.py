@@ -27,7 +27,7 @@ def words_of_inputs(new_tokens: int) -> int:
 
 @dataclass(slots=True)
 class KeptInputs:
-    """What a plan is made from, instead of the ForwardBatch, which the forward may give other tensors meanwhile."""
+    """What a plan is made from, instead of the ForwardBatch, to which the forward may give other tensors."""
 
     words: torch.Tensor  # int64[_PER_TOKEN * tokens]: input ids, positions, slots
     forward_mode: ForwardMode
