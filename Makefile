@@ -4,7 +4,7 @@
 # Both set up $(VENV) first, and again only when a pin, pyproject.toml, setup.py or the stand-in changes.
 #
 # Variables
-#   SGLANG           release that demo and test run with: 0.5.12.post1 (default), 0.5.17 to 0.5.19 or 0.5.21 to 0.5.23; each has its own $(VENV)
+#   SGLANG           release that demo and test run with: 0.5.12.post1 (default), or 0.5.17 to 0.5.23; each has its own $(VENV)
 #   PYTHON           interpreter that creates $(VENV); default: the first Python 3.11 found
 #   JOBS             test files that run at a time; default 3, for 2 cores: servers often wait for each other
 #   FULL             1: tests send as many requests as docs/testing.md counts; by default, what each path needs

@@ -177,6 +177,7 @@ def test_nothing_lies_in_a_folder_that_is_named_like_an_option():
         ("v0_5_17", False),
         ("v0_5_18", False),
         ("v0_5_19", False),
+        ("v0_5_20", False),
         ("v0_5_21", False),
         ("v0_5_22", True),
     ],

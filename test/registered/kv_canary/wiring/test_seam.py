@@ -306,7 +306,7 @@ if not REFUSES_HICACHE:
 else:
     for name in [name for name in ASKED if name.startswith("HiCache with ")]:
         del ASKED[name]
-if SGLANG not in ("0.5.19", "0.5.21"):
+if SGLANG not in ("0.5.19", "0.5.20", "0.5.21"):
     del ASKED["speculative decoding with mixed chunks"]
 if SGLANG in ("0.5.17", "0.5.18"):
     del ASKED["page-major KV layout"]  # builds such pools, which are covered

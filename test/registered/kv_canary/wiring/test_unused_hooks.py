@@ -50,7 +50,7 @@ AT_THE_START = {
     "sglang.srt.server_args.ServerArgs.check_server_args",
     "sglang.srt.server_args.ServerArgs.from_cli_args",
 }
-FEWEST = 50 if REFUSES_HICACHE else 60  # hooks that are taken out
+FEWEST = 48 if REFUSES_HICACHE else 60  # hooks that are taken out
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 
 

@@ -108,7 +108,7 @@ def given(llama: str) -> str:
     return json.dumps({"model_path": llama, "kv_canary": "log", **CPU})
 
 
-# From 0.5.21 on ServerArgs is a msgspec.Struct, which keeps the `__post_init__` that it was defined with.
+# From 0.5.20 on ServerArgs is a msgspec.Struct, which keeps the `__post_init__` that it was defined with.
 CHECKS_ITS_VALUES = not hasattr(ServerArgs, "__struct_fields__")
 
 

@@ -1,7 +1,7 @@
 """The SGLang release that is installed, chosen once by its version. Nothing else asks for a version.
 
 What differs between releases is in one folder per family of releases, as `v0_5_12` or `v0_5_22`. Each has a `RELEASE`.
-`until_0_5_17`, `from_0_5_17` and `from_0_5_21` hold what families share. `v0_5_18` and `v0_5_19` take those of others.
+`until_0_5_17`, `from_0_5_17` and `from_0_5_21` hold what families share. `v0_5_18` to `v0_5_20` take those of others.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ FAMILIES = {
     "0.5.17": "v0_5_17",
     "0.5.18": "v0_5_18",
     "0.5.19": "v0_5_19",
+    "0.5.20": "v0_5_20",
     "0.5.21": "v0_5_21",
     "0.5.22": "v0_5_22",
     "0.5.23": "v0_5_22",

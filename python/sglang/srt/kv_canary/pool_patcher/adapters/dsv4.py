@@ -100,7 +100,7 @@ def attach_dsv4_rows(pool: Any, options: AttachOptions) -> PoolAttachment:
 def _parts_of(pool: Any) -> tuple[int, ...]:
     """Bytes of the pieces of a row, which lie in different places of its page: values, and their scales."""
     total, layout = pool.kv_cache_total_dim, getattr(pool, "kv_layout", None)
-    if layout is None:  # until 0.5.17
+    if layout is None:  # until 0.5.20
         values = pool.qk_nope_head_dim + pool.qk_rope_head_dim * pool.rope_storage_dtype.itemsize
     else:
         interleaved = getattr(layout, "is_interleaved", False)  # from 0.5.23 on

@@ -1,4 +1,4 @@
-"""Setups that 0.5.17 and 0.5.21 refuse, and that are covered from 0.5.22 on."""
+"""Setups that 0.5.17 to 0.5.21 refuse, and that are covered from 0.5.22 on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..refusals import DISAGGREGATION, Refusal, pads_to_other_ranks
 
 __all__ = ["MIXED_CHUNKS", "UNTIL_0_5_21"]
 
-# 0.5.19 and 0.5.21 have it.
+# 0.5.19 to 0.5.21 have it.
 MIXED_CHUNKS = Refusal(
     "speculative decoding with mixed chunks",
     lambda args: args.speculative_algorithm is not None and bool(args.enable_mixed_chunk),

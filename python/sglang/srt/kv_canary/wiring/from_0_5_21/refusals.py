@@ -6,11 +6,11 @@ from typing import Any
 
 from ..refusals import Refusal
 
-__all__ = ["FROM_0_5_21", "MINICPM", "PAGE_MAJOR_LAYOUT"]
+__all__ = ["EXTERNAL_LINKER", "FROM_0_5_21", "MINICPM", "PAGE_MAJOR_LAYOUT"]
 
 _MINICPM = {"minicpm_flashattn", "minicpm_flashinfer"}
 
-# 0.5.19 has these two as well.
+# 0.5.19 and 0.5.20 have these two as well.
 PAGE_MAJOR_LAYOUT = Refusal(
     "page-major KV layout",
     lambda args: args.enable_page_major_kv_layout and not args.enable_unified_memory,
@@ -23,15 +23,17 @@ MINICPM = Refusal(
     "compressed keys in slots of the pool that no page table lists: they choose what attention reads.",
     "Use another --attention-backend.",
 )
+# 0.5.20 has it as well.
+EXTERNAL_LINKER = Refusal(
+    "external cache linker",
+    lambda args: args.enable_unified_cache_external_linker,
+    "KV that is loaded from another server's cache arrives without records.",
+    "Remove --enable-unified-cache-external-linker.",
+)
 
 FROM_0_5_21: tuple[Refusal, ...] = (
     PAGE_MAJOR_LAYOUT,
-    Refusal(
-        "external cache linker",
-        lambda args: args.enable_unified_cache_external_linker,
-        "KV that is loaded from another server's cache arrives without records.",
-        "Remove --enable-unified-cache-external-linker.",
-    ),
+    EXTERNAL_LINKER,
     MINICPM,
     Refusal(
         "bounded replay of sliding windows",

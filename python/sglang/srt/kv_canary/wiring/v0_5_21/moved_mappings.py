@@ -1,4 +1,4 @@
-"""Where 0.5.21 moves the mappings of SWA slots."""
+"""Where 0.5.20 and 0.5.21 move the mappings of SWA slots."""
 
 from __future__ import annotations
 
