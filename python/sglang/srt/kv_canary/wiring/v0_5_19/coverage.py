@@ -8,18 +8,17 @@ from ..from_0_5_21.coverage import BEAM_SEARCH
 from ..path_support import PathSupport
 from ..v0_5_17.coverage import MORE
 
-# 0.5.20 has the same.
-SWEEP = PathSupport(
-    "sweep of cached prefixes",
-    Coverage.PARTLY,
-    "the unified tree of all models, in one chunk a pass, which waits for the GPU; the first slot of a prefix "
-    "without its chain",
-)
+_SWEEP = "sweep of cached prefixes"
 
 SERVED: tuple[PathSupport, ...] = (
     *served(without={HICACHE}),
-    *(path for path in MORE if path.name != SWEEP.name),
+    *(path for path in MORE if path.name != _SWEEP),
     PathSupport(HICACHE, Coverage.REFUSED, "followed up to 0.5.18, and from 0.5.22 on"),
-    SWEEP,
+    PathSupport(
+        _SWEEP,
+        Coverage.PARTLY,
+        "the unified tree of all models, in one chunk a pass, which waits for the GPU; the first slot of a prefix "
+        "without its chain",
+    ),
     BEAM_SEARCH,
 )

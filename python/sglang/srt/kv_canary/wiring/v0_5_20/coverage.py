@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from ..path_support import PathSupport
-from ..v0_5_19.coverage import SWEEP
+from ..v0_5_19.coverage import SERVED as OF_0_5_19
 from ..v0_5_21.coverage import SERVED as OF_0_5_21
 
+_AS_ON_0_5_19 = {
+    "sweep of cached prefixes",
+    "torch.compile of the model",
+    "two-batch overlap, single-batch overlap",
+}
+
 SERVED: tuple[PathSupport, ...] = (
-    *(path for path in OF_0_5_21 if path.name != SWEEP.name),
-    SWEEP,
+    *(path for path in OF_0_5_21 if path.name not in _AS_ON_0_5_19),
+    *(path for path in OF_0_5_19 if path.name in _AS_ON_0_5_19),
 )
