@@ -29,7 +29,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "HiCache",
         lambda args: bool(args.enable_hierarchical_cache),
-        "copies between device and host, which are followed up to 0.5.17 and from 0.5.22 on only.",
+        "copies between device and host, which are followed up to 0.5.18 and from 0.5.22 on only.",
         "Remove --enable-hierarchical-cache, or use 0.5.22 or 0.5.23.",
     ),
     Refusal(
