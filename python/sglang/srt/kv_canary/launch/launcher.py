@@ -26,7 +26,7 @@ _has_cuda = cache(torch.cuda.is_available)  # asks the driver
 
 def is_capturing() -> bool:
     """Whether launches on the current stream are captured into a graph."""
-    return _has_cuda() and torch._C._cuda_isCurrentStreamCapturing()
+    return _has_cuda() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)
