@@ -1,7 +1,7 @@
 """Cost of the canary under churn: a full pool, shared prefixes, requests that come and go, evictions in every step.
 
     python benchmark/kv_canary/bench_churn.py MODEL_DIR [--pairs 5] [--requests 1200] [--clients 320]
-        [--engine '{"max_total_tokens": 200000}'] [--profile] [--count N] [--out results.jsonl]
+        [--engine '{"max_total_tokens": 200000}'] [--profile] [--timeline] [--count N] [--out results.jsonl]
 
 One server, in which the canary is taken out and put back between runs, see `bench_switch.py`. All requests of a run are
 sent at once. The scheduler begins `--clients` of them, and one for each that ends (`churn_schedule.py`), so that the
@@ -19,6 +19,7 @@ page faults of the scheduler's thread.
 The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.
+With `--timeline`, each line has the parts of a step on the host and the layers on the GPU (`step_timeline.py`).
 With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
 In runs without the canary its hooks are taken out, as in a server without `--kv-canary`. `--count-hooks N` counts what
 is still called.
