@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,14 +13,30 @@ from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..endpoint import CanaryEndpoint, Part, build_endpoints_from_group
 from ..kernels.layout import content_slots_per_forward
-from ..plan.plan_input import ForwardPlan, SweepVerifyPlan
+from ..plan.expected_inputs import ExpectedTokens
+from ..plan.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
 from ..pool_kind import Side
 from ..state import CanaryDeviceState
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from ..plan.kept_inputs import KeptInputs
 
 # Parts of TAIL that content is checked after, and whether they fingerprint new slots
 _CONTENT_AFTER = {
     part: Part.NEW_CONTENT in part for part in map(Part, range(Part.ALL + 1)) if Part.WRITE in part
 }
+
+
+def invoke_plan(
+    plan_input: PlanInput,
+    forward_batch: ForwardBatch | KeptInputs,
+    expected: ExpectedTokens | None,
+) -> ForwardPlan | None:
+    """What the forward verifies and writes; None when it has no requests."""
+    return plan_input.fill_from_forward_batch(forward_batch, expected)
+
 
 _has_cuda = cache(torch.cuda.is_available)  # asks the driver
 

@@ -9,7 +9,7 @@ import torch
 
 from ..endpoint import Part
 from ..errors import CanaryUnseenForwardError
-from ..launch.launcher import Launcher, is_capturing
+from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoints_per_forward
 from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.kept_inputs import KeptInputs
 from ..plan.plan_input import ForwardPlan, PlanInput
@@ -95,7 +95,7 @@ class SingleForwardManager:
                 return
         # The host's tokens are of one forward, and a graph serves all.
         expected = None if capturing else self._known()
-        self._plan = self._plan_input.fill_from_forward_batch(forward_batch, expected)
+        self._plan = invoke_plan(self._plan_input, forward_batch, expected)
         if self._plan is not None:
             self._plan = self._launch_head(self._plan, mode, capturing)
 
@@ -133,7 +133,7 @@ class SingleForwardManager:
         if capturing:
             plan = plan.dense()  # the branch must not allocate memory
         if not self._head_is_beside:
-            self._launcher.launch(plan, Side.HEAD)
+            launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
         if branches:
             self._beginning = self._branch.point()
         return plan
@@ -142,7 +142,7 @@ class SingleForwardManager:
         """All launches of this forward at once, and for all smaller batches, of which a graph is captured next."""
         with self._launcher.backend.compiling_ahead(smaller_batches=True) as compiles:
             if compiles:
-                self._launcher.launch(plan, Side.HEAD)
+                launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
                 self._launch_tail(plan, self._tail_parts)
 
     def layers_have_run(self) -> None:
@@ -193,20 +193,20 @@ class SingleForwardManager:
                     "kv-canary: the model has changed its inputs in place in a captured forward, and not in the "
                     "forwards before it; expected input ids, positions and slots that stay. Report this model"
                 )
-            self._launcher.launch(plan, Side.HEAD)
-        self._launcher.launch(plan, Side.TAIL, self._tail_parts[0])
+            launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
+        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, self._tail_parts[0])
 
     def _launch_tail(self, plan: ForwardPlan, parts: tuple[Part, ...], of: Part = Part.ALL) -> None:
         """Launch each of `parts`, as far as it is `of` these."""
         for part in parts:
-            self._launcher.launch(plan, Side.TAIL, part & of)
+            launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part & of)
         if not plan.write.scratch:  # a draft's further steps belong to the same forward
             self._launcher.publish()
 
     def _launch_late_head(self, inputs: KeptInputs, mode: str) -> ForwardPlan | None:
         """Returns the plan, which TAIL shares."""
         self._waiting = None
-        plan = self._plan_input.fill_from_forward_batch(inputs.unpack(), self._known())
+        plan = invoke_plan(self._plan_input, inputs.unpack(), self._known())
         if plan is not None:
             plan = self._launch_head(plan, mode)
         return plan
