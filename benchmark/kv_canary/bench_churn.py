@@ -321,7 +321,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument(
         "--timeline",
         action="store_true",
-        help="means of a step's parts on the host, and how long the GPU idles before a batch; costs some us a step",
+        help="means of a step's parts on the host, and of the GPU's time in and between layers; costs some us a step",
     )
     parser.add_argument("--out")
     options = parser.parse_args()

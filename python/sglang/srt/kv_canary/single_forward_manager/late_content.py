@@ -14,7 +14,7 @@ from ..plan.plan_input import ForwardPlan
 
 __all__ = ["LateContent", "content_can_wait"]
 
-# Bytes of new slots. Fewer take the GPU about 15 us, and a launch of their own takes the host longer.
+# Bytes of new slots. Fewer take the GPU less than 17 us at 4 TB/s, and a launch of their own takes the host longer.
 MIN_BYTES = 64 << 20
 
 
