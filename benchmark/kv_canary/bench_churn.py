@@ -62,7 +62,7 @@ _BY_STEP = ("step_lengths", "step_waits", "step_extends", "token_steps")
 # States of the canary in runs that count its calls
 COUNTED = {"count": "all", "count-hooks": "off"}
 BLOCK = 20  # steps
-FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90", "itl_mean")
 
 
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]  # lines of runs without the canary and with it

@@ -10,7 +10,8 @@ difference left.
 Most of what differs between two runs is a few turns in which one of them was slow. So turns are compared as well: the
 mean of their differences without the fifth at either end, and what 95 % of draws of turns have.
 `--content none` is the canary with records only. Other settings come from the environment and from `--engine`.
-Times between tokens are compared again at `itl_p50_same` and `itl_p90_same`, token by token (`same_tokens.py`).
+Quantiles of the times between tokens jump, and their mean (`itl_mean`) does not. So tokens are also compared with
+themselves: all of them (`itl_all_same`), and those near the quantiles (`same_tokens.py`).
 With `--base SITE` the canary is in both servers, and the second one imports it from that folder, which holds an older
 version as it is installed. Then the figures are those of this version against that one. They hold the difference of
 the servers; without `--base` it is printed.
@@ -44,6 +45,8 @@ Pair = tuple[dict[str, Any], dict[str, Any]]
 
 ANSWER = "answer of bench_turns: "
 COMPARED = ("seconds", *FIGURES)
+# Beside which figure those of `same_tokens` are printed
+SAME_TOKENS = {"itl_all_same": "itl_mean", "itl_p50_same": "itl_p50", "itl_p90_same": "itl_p90"}
 __all__ = ["run_metered_scheduler"]  # SGLang's processes look for it in the main module
 
 
@@ -133,7 +136,7 @@ def _table(ratios: Sequence[dict[str, float]], baseline: Sequence[dict[str, Any]
     for name in ratios[0]:
         percent = [100 * math.expm1(ratio[name]) for ratio in ratios]
         low, high = interval_of_few(percent)
-        of = statistics.median(run[name.removesuffix("_same")] for run in baseline)
+        of = statistics.median(run[SAME_TOKENS.get(name, name)] for run in baseline)
         print(
             f"{name:<14}{of:>12.5g}{statistics.mean(percent):>+9.2f} % ({low:+.2f} to {high:+.2f})"
         )

@@ -168,8 +168,8 @@ class Schedule:
             "window_steps": len(steps),
             "tokens_per_s": round(sum(len(step.names) for step in steps) / took, 2),
             "step_p50": round(statistics.median(lengths), 6),
-            **_quantiles("ttft", ttft),
-            **_quantiles("itl", itl),
+            **_middle_of("ttft", ttft),
+            **_middle_of("itl", itl),
             "batches": self._digest(last),
             "first_step": first + 1,
             "step_lengths": lengths,
@@ -239,9 +239,10 @@ def follow(scheduler: Any, schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _quantiles(name: str, values: list[float]) -> dict[str, float]:
-    """Nothing of fewer than two values: answers of one token have no time between tokens."""
+def _middle_of(name: str, values: list[float]) -> dict[str, float]:
+    """Median, 90th percentile and mean. Nothing of fewer than two values: answers may have one token."""
     if len(values) < 2:
         return {}
-    deciles = statistics.quantiles(values, n=10)
-    return {f"{name}_p50": round(statistics.median(values), 5), f"{name}_p90": round(deciles[8], 5)}
+    p90 = statistics.quantiles(values, n=10)[8]
+    found = {"p50": statistics.median(values), "p90": p90, "mean": statistics.mean(values)}
+    return {f"{name}_{of}": round(value, 6) for of, value in found.items()}

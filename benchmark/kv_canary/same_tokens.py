@@ -12,15 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BAND = 0.1  # tokens that far from the quantile, of all, on either side
-QUANTILES = {"itl_p50_same": 0.5, "itl_p90_same": 0.9}
+# Which tokens, by what they take, from 0 to 1: a tenth of all on either side of a quantile, or all of them
+PARTS = {"itl_all_same": (0.0, 1.0), "itl_p50_same": (0.4, 0.6), "itl_p90_same": (0.8, 1.0)}
 
 # The step of some tokens, the step of the tokens before them, and how many they are
 Tokens = tuple[int, int, int]
 
 
 def log_ratios(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, float]:
-    """By QUANTILES: the log of what tokens near the quantile take in `on`, over what they take in `off`; their median.
+    """By PARTS: the log of what these tokens take in `on`, over what they take in `off`; their median.
 
     Both are lines of runs with `token_steps` and `step_lengths`. Nothing of runs without tokens.
     """
@@ -34,10 +34,7 @@ def log_ratios(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, float
     ]
     pairs.sort(key=lambda pair: pair[1] + pair[2])
     ratios = [(count, after - before) for count, before, after in pairs]
-    return {
-        name: _median(_part(ratios, quantile - BAND, quantile + BAND))
-        for name, quantile in QUANTILES.items()
-    }
+    return {name: _median(_part(ratios, *part)) for name, part in PARTS.items()}
 
 
 def _part(
