@@ -24,7 +24,7 @@ from sglang_kv_canary.wiring.mooncake import MOONCAKE
 from sglang_kv_canary.wiring.nixl_notices import without_notice
 from sglang_kv_canary.wiring.record_sender import RecordSender, Sides, at_once
 from sglang_kv_canary.wiring.v0_5_22 import nixl_notified
-from sglang_kv_canary.wiring.v0_5_22.nixl import _Awaited
+from sglang_kv_canary.wiring.v0_5_22.nixl import Awaited
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
@@ -322,6 +322,7 @@ def test_the_last_notification_of_0_5_22_says_whether_records_have_gone(
         return "KV"
 
     _send_by(kv_manager, agent, send)
+    kv_manager._await_handles = print
     monkeypatch.setattr(nixl_notified, "_note_events", lambda _: None)
     nixl_notified.NIXL_NOTIFIED.attach_sender(kv_manager, sender_of.keywords["layout"])
     kv_manager.send_kvcache("alike", PAGES[0], [], PAGES[1], 0, "7_kv_0_1_0")
@@ -475,7 +476,7 @@ def test_nobody_is_told_of_records_that_may_not_have_come() -> None:
 
 def test_newer_releases_wait_for_records_with_kv() -> None:
     waits: list[tuple[list[str], bool]] = []
-    awaited = _Awaited()
+    awaited = Awaited()
     assert awaited.posted("records")() == 0
 
     def await_handles(handles: list[str], *, failure_seen: bool) -> tuple[bool, bool]:

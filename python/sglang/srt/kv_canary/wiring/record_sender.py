@@ -79,15 +79,18 @@ class RecordSender:
         self._broken: dict[str, str] = {}
 
     def sides(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> Sides | None:
-        """What `send` would write, for a transfer that SGLang posts, see `post`. None: nothing."""
+        """What `start` would write, for a transfer that SGLang posts, see `post`. None: nothing."""
         pages = (source_pages, target_pages, PoolKind.FULL)
         return self.contained(peer, self._sides, peer, *pages)
 
-    def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
-        """Send the records of these full pages, int[n] each. Returns the transport's status, 0 for success."""
+    def start(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> Arrive:
+        """Start to send the records of these full pages, int[n] each. The transport may wait for them elsewhere."""
         pages = (source_pages, target_pages, PoolKind.FULL)
-        arrive = self.contained(peer, self._start, peer, *pages) or at_once
-        return arrive()
+        return self.contained(peer, self._start, peer, *pages) or at_once
+
+    def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
+        """The same, until they have arrived. Returns the transport's status, 0 for success."""
+        return self.start(peer, source_pages, target_pages)()
 
     def send_sides(self, peer: str, sides: Sides) -> int | None:
         """Send what `sides` returned. The transport's status. None after an error of ours: they have not gone."""

@@ -19,7 +19,7 @@ from ..record_sender import Arrive, RecordSender, as_they_are, at_once, wrap_met
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
 
-__all__ = ["NIXL", "announce_to_all", "hear_notices", "tells_of_success"]
+__all__ = ["NIXL", "Awaited", "announce_to_all", "hear_notices", "tells_of_success"]
 
 _HEADER = b"KV_CANARY"  # of our messages to decode ranks
 _ANY_PEER = "that a transfer goes to"  # in an error of ours before its name is known
@@ -33,7 +33,7 @@ def tells_of_success() -> bool:
     return hasattr(CommonKVManager, _READS_FIRST)
 
 
-class _Awaited(threading.local):
+class Awaited(threading.local):
     """Transfers that a thread has posted, and for which it has not waited yet: of records, and of KV without them."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Awaited(threading.local):
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    awaited, early = _Awaited(), EarlyChunks()
+    awaited, early = Awaited(), EarlyChunks()
     sender = sender_over_nixl(kv_manager, layout, awaited.posted)
 
     def send_records(peer: str, source: Any, pages: Any, target: Any) -> None:

@@ -1,7 +1,8 @@
 """NIXL on 0.5.22: the decode rank learns from notifications of NIXL that a transfer is done.
 
 They come with KV, which goes in prepared transfers that records cannot join. The last of them make the transfer
-succeed. So records arrive before SGLang posts the last chunk, and after it has posted each other one.
+succeed. So records arrive before SGLang posts the last chunk. Those of each other one are posted after its KV, and
+SGLang waits for both.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from ...transfer.notice import NoticeBoard
 from ..containment.abort import message
 from ..context import context
 from ..guard import attempt_aside
-from ..nixl import beside, sender_over_nixl, settling_in, waiting_in
+from ..nixl import beside, sender_over_nixl, waiting_in
 from ..nixl_notices import attach_receiver, room_of_last, with_notice
-from ..record_sender import as_they_are, wrap_method
+from ..record_sender import Arrive, as_they_are, wrap_method
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
-from .nixl import announce_to_all, hear_notices
+from .nixl import Awaited, announce_to_all, hear_notices
 
 __all__ = ["NIXL_NOTIFIED"]
 
@@ -34,8 +35,15 @@ class _ReadDamage(RuntimeError):
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    agent, early = kv_manager.agent, EarlyChunks()
-    sender = sender_over_nixl(kv_manager, layout, waiting_in(agent))
+    awaited, early = Awaited(), EarlyChunks()
+    wait = waiting_in(kv_manager.agent)
+
+    def posted(handle: Any) -> Arrive:
+        """After an error SGLang waits for all that is under way, in any case, and no longer than for its own."""
+        awaited.posted(handle)
+        return wait(handle)
+
+    sender = sender_over_nixl(kv_manager, layout, posted)
     _note_events(early)
 
     def refuse_damaged(notification: str) -> None:
@@ -50,20 +58,21 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         notice_of = functools.partial(sender.notice, peer)
         return sender.contained(peer, with_notice, notification, notice_of) or notification
 
-    def send_records(peer: str, source: Any, pages: Any, target: Any) -> None:
+    def start_records(peer: str, source: Any, pages: Any, target: Any) -> Arrive:
         sender.contained(peer, early.await_forward, source)
-        sender.send(peer, pages, target)
+        return sender.start(peer, pages, target)
 
     def send_pages(
         post: Callable[[Any, str], Any], peer: str, source: Any, target: Any, notification: str
     ) -> Any:
         pages = as_they_are(source)
-        send = functools.partial(send_records, peer, source, pages, target)
+        start = functools.partial(start_records, peer, source, pages, target)
         if room_of_last(notification) is None:
             post_kv = functools.partial(post, pages, notification)
-            return beside(post_kv, send, settling_in(agent))
+            return beside(post_kv, start, awaited.posted)
         refuse_damaged(notification)
-        send()
+        arrive = start()
+        arrive()
         return post(pages, noted(peer, notification))
 
     def send_kv(
@@ -103,6 +112,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         refuse_damaged(notification)
         return original(peer, *rest, noted(peer, notification))
 
+    wrap_method(kv_manager, "_await_handles", awaited.with_ours)
     wrap_method(kv_manager, "send_kvcache", send_kv)
     wrap_method(kv_manager, "send_kvcache_slice", send_slice)
     wrap_method(kv_manager, "maybe_send_extra", send_state)
