@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+import sglang.version
 from sglang_kv_canary.testing import CanaryServer, hicache_mode
 from sglang_kv_canary.testing.mode_config import ModeConfig
 from sglang_kv_canary.testing.serving import free_port
@@ -40,6 +41,12 @@ LIBRARIES = REPO / ".transport"
 _NEEDED = ("nl-3.so.200", "nl-route-3.so.200", "ibverbs.so.1", "rdmacm.so.1", "numa.so.1")
 REQUIRED = "KV_CANARY_REQUIRE_TRANSPORT"
 BACKEND = "KV_CANARY_TEST_TRANSPORT"  # of tests that name none
+# 0.5.22 would send a cached prefix that HiCache still loads. The canary refuses that.
+NO_EARLY_PREFIXES = (
+    {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+    if sglang.version.__version__ == "0.5.22"
+    else {}
+)
 _ENGINES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 
 
@@ -144,7 +151,8 @@ class PdServing(CanaryServer):
         # Hooks of host_memory and of faults come in this order.
         plugins = (load_transport, nixl_transport.host_memory, *FILL_INS, *plugins)
         prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
-        self.prefill = CanaryServer(mode, prefill, {**env, **self.prefill_env}, plugins)
+        early = NO_EARLY_PREFIXES if prefill.get("enable_hierarchical_cache") else {}
+        self.prefill = CanaryServer(mode, prefill, {**env, **early, **self.prefill_env}, plugins)
         decode = {**both, "disaggregation_mode": "decode", **self.decode_flags}
         self.order_file = Path(self._faults.name) / "order"  # see arrival_order.py
         env = {**env, ORDER_FILE: str(self.order_file)}
