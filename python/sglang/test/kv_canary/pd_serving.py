@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,6 +111,17 @@ TRANSPORT = {
 }
 
 
+def start_beside(
+    server: CanaryServer, enter: Callable[[], object], leave: Callable[[], None]
+) -> None:
+    """Start `server`, and others by `enter` meanwhile. They end by `leave` if it does not start."""
+    with ExitStack() as unless_all_start:
+        with server.starting():
+            enter()
+            unless_all_start.callback(leave)
+        unless_all_start.pop_all()
+
+
 class PdServing(CanaryServer):
     """The decode server, with the prefill server as `prefill`. Requests go to both, as a router sends them.
 
@@ -159,8 +170,7 @@ class PdServing(CanaryServer):
         super().__init__(mode, decode, {**env, **self.decode_env}, plugins)
 
     def __enter__(self) -> PdServing:
-        with self.prefill.starting():
-            super().__enter__()
+        start_beside(self.prefill, super().__enter__, super().__exit__)
         return self
 
     def __exit__(self, *_: object) -> None:

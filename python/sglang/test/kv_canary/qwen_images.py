@@ -17,7 +17,7 @@ from sglang_kv_canary.testing.scripted_models import scripted_weights
 from sglang_kv_canary.testing.tiny_models import write_tiny_qwen2_5_vl
 
 from . import feature_serving
-from .pd_serving import PdServing
+from .pd_serving import PdServing, start_beside
 
 __all__ = [
     "ALL",
@@ -101,8 +101,7 @@ class EncodedServing(PdServing):
         return flags
 
     def __enter__(self) -> EncodedServing:
-        with self.encoder.starting():
-            super().__enter__()
+        start_beside(self.encoder, super().__enter__, super().__exit__)
         return self
 
     def __exit__(self, *_: object) -> None:
