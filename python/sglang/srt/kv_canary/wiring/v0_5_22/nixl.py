@@ -34,7 +34,7 @@ def tells_of_success() -> bool:
 
 
 class Awaited(threading.local):
-    """Transfers that a thread has posted, and for which it has not waited yet: of records, and of KV without them."""
+    """Transfers that a thread has posted, and SGLang has not awaited yet: of records, and of KV without them."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []

@@ -1,8 +1,7 @@
 """NIXL on 0.5.22: the decode rank learns from notifications of NIXL that a transfer is done.
 
 They come with KV, which goes in prepared transfers that records cannot join. The last of them make the transfer
-succeed. So records arrive before SGLang posts the last chunk. Those of each other one are posted after its KV, and
-SGLang waits for both.
+succeed. So records arrive before SGLang posts the last chunk. Those of others follow their KV. SGLang waits for both.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wait = waiting_in(kv_manager.agent)
 
     def posted(handle: Any) -> Arrive:
-        """After an error SGLang waits for all that is under way, in any case, and no longer than for its own."""
+        """SGLang waits for it, too. After an error it does so for a limited time."""
         awaited.posted(handle)
         return wait(handle)
 
