@@ -147,29 +147,35 @@ def test_a_recycled_row_starts_anew() -> None:
 # A request's first forward: the chain of its own tokens
 
 
-def _hit(rig: ManagerRig, own: list[int], prefix: int) -> list:
+def _hit(rig: ManagerRig, own: list[int], prefix: int, compares_tokens: bool = True) -> list:
     """Row 3 is prefilled after a cached prefix of row 1's slots; its own tokens say what that should be."""
     rig.rows.req_to_token[3, :prefix] = rig.rows.req_to_token[1, :prefix]
     rig.lengths[3] = prefix
-    known = [KnownTokens(prefix - 4, own[prefix - 4 :], prefix, chain_of_tokens(own[:prefix], 0))]
+    listed = (prefix - 4, own[prefix - 4 :]) if compares_tokens else ()
+    known = [
+        KnownTokens(*listed)._replace(start=prefix, start_chain=chain_of_tokens(own[:prefix], 0))
+    ]
     rig.expected = lambda batch: ExpectedTokens.from_lists(known, rig.device)
     rig.result(rig.extend(3, own[prefix:]))
     return rig.settle()
 
 
-def test_a_cached_prefix_that_differs_only_at_its_start(pool) -> None:
+@pytest.mark.parametrize("compares_tokens", [True, False])
+def test_a_cached_prefix_that_differs_only_at_its_start(pool, compares_tokens) -> None:
+    """Also with SGLANG_KV_CANARY_TOKEN_CHECK=none."""
     rig = _rig(pool)
     rig.result(rig.extend(1, ONE))
     own = [99, *list(ONE)[1:], 5, 6]
-    found = _hit(rig, own, len(ONE))
+    found = _hit(rig, own, len(ONE), compares_tokens)
     assert {v.reasons for v in found} == {("ROW_CHAIN",)}
     assert {v.reader.row for v in found} == {3}
 
 
-def test_a_cached_prefix_of_the_requests_own_tokens_is_clean(pool) -> None:
+@pytest.mark.parametrize("compares_tokens", [True, False])
+def test_a_cached_prefix_of_the_requests_own_tokens_is_clean(pool, compares_tokens) -> None:
     rig = _rig(pool, CanaryMode.RAISE)
     rig.result(rig.extend(1, ONE))
-    assert _hit(rig, [*ONE, 5, 6], len(ONE)) == []
+    assert _hit(rig, [*ONE, 5, 6], len(ONE), compares_tokens) == []
 
 
 # Inputs

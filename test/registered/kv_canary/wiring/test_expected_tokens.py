@@ -39,6 +39,19 @@ def _known(requests: list[Any], prefixes: list[int], lengths: list[int]) -> list
     return _known_of_batch(_noted(requests, prefixes, lengths, True), TokenCheck.TAIL, None)
 
 
+@pytest.mark.parametrize("check", list(TokenCheck))
+def test_every_setting_knows_the_chain_of_a_cached_prefix(check: TokenCheck) -> None:
+    """`none` compares no token. A prefix that is another request's must not pass even so."""
+    own = [*range(100, 180)]
+    context.row_owners.forget(1)
+    request = make_request(TREE, 1, own)
+    extend_to(request, 80)
+    (known,) = _known_of_batch(_noted([request], [60], [20], True), check, None)
+    assert (known.start, known.start_chain) == (60, chain_of_tokens(own[:60], 0))
+    first = {TokenCheck.NONE: 80, TokenCheck.TAIL: 60 - TAIL_TOKENS, TokenCheck.ALL: 0}[check]
+    assert list(known.tokens) == own[first:]
+
+
 EVENTS = st.tuples(
     st.sampled_from(("chunk", "decode", "decode ahead", "retraction")), st.integers(1, 40)
 )
