@@ -147,7 +147,7 @@ def _write_loaded(
     return known[1]
 
 
-@settings(max_examples=volume(300, 60), deadline=None)
+@settings(max_examples=volume(300, 1000, on_gpu=60), deadline=None)
 @given(loads())
 def test_reference_kernels_and_plain_python_agree(load: Load) -> None:
     oracle, twin = Oracle(load), _twin(load)

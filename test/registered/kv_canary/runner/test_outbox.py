@@ -460,7 +460,7 @@ class LateWords:
         assert manager._outbox.forward <= manager.forward_ct
 
 
-@settings(max_examples=volume(60, 15), deadline=None)
+@settings(max_examples=volume(60, 300, on_gpu=15), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 9)), min_size=5, max_size=40),
     st.sampled_from([0.0, SELDOM]),
