@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.nixl import conn
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.transfer.layout import TransferLayout
@@ -21,6 +23,7 @@ from sglang_kv_canary.wiring.v0_5_22.nixl import NIXL, tells_of_success
 from sglang_kv_canary.wiring.v0_5_22.nixl_notified import NIXL_NOTIFIED
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.on_releases import is_from_0_5_22
+from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 
 if not is_from_0_5_22(release()):
     pytest.skip(
@@ -38,10 +41,16 @@ NOT_THE_LAST, THE_LAST = (["7_kv_0_0_0"], ["7_kv_0_1_0"]) if NOTIFIES else ([], 
 
 
 class _Agent:
-    """NIXL's. `states` of transfers, which they have for ever. Records whose state is "" cannot be posted."""
+    """NIXL's. `states` of transfers, which they have for ever. Records whose state is "" cannot be posted.
+
+    Transfers to the second peer, and of records of the window, have names of their own.
+    """
 
     def __init__(self, **states: str) -> None:
         self.states = states
+        self.names: dict[
+            str, list[str]
+        ] = {}  # of records, by peer, in the order in which they are posted
         self.posted: list[str] = []
         self.over = False  # the test is
 
@@ -49,7 +58,7 @@ class _Agent:
         return blocks
 
     def initialize_xfer(self, way: str, here: Any, there: Any, peer: str) -> str:
-        return "records"
+        return self.names[peer].pop(0) if peer in self.names else "records"
 
     def transfer(self, handle: str) -> str:
         if not self.states[handle]:
@@ -68,9 +77,10 @@ class _Agent:
         return True
 
 
-def _manager(agent: _Agent, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _manager(agent: _Agent, monkeypatch: pytest.MonkeyPatch, pool: str = "mha") -> Any:
     """SGLang's of a prefill rank, as far as it posts and waits, with the canary's sender."""
-    rig = ManagerRig()
+    swa = make_swa_pool(size=128, size_swa=96, head_num=2, head_dim=8) if pool == "swa" else None
+    rig = ManagerRig(real=swa, sliding_window_size=8 if swa else None)
     monkeypatch.setattr(context, "managers", [rig.manager])
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
     peer = SimpleNamespace(
@@ -78,20 +88,28 @@ def _manager(agent: _Agent, monkeypatch: pytest.MonkeyPatch) -> Any:
         dst_port=1,
         gpu_id=0,
         dst_state_dim_per_tensor=[layout.to_wire()],
-        dst_state_data_ptrs=[[1 << 40, 1 << 41]],
+        dst_state_data_ptrs=[
+            [i << 40 for i in range(1, 9)]
+        ],  # of more records than any pool here has
     )
+
+    def send_kv(peer: str, *_: Any) -> str:
+        handle = "KV" if peer == "peer" else f"KV_{peer}"
+        agent.posted.append(handle)
+        return handle
+
     manager = SimpleNamespace(
         agent=agent,
-        decode_kv_args_table={"peer": peer},
+        decode_kv_args_table={"peer": peer, "second": peer},
         local_ip="127.0.0.1",
         bootstrap_port=2,
-        kv_args=SimpleNamespace(engine_rank=0, gpu_id=0),
-        send_kvcache=lambda *_: agent.posted.append("KV") or "KV",
+        kv_args=SimpleNamespace(engine_rank=0, gpu_id=0, state_types=[StateType.SWA]),
+        send_kvcache=send_kv,
+        maybe_send_extra=lambda *_: agent.posted.append("STATE") or ["STATE", None],
         **dict.fromkeys(
             (
                 "add_transfer_request",
                 "send_kvcache_slice",
-                "maybe_send_extra",
                 "send_aux",
                 "conclude_transfer",
             ),
@@ -174,6 +192,54 @@ def test_the_last_kv_does_not_go_without_its_records(
     agent = _Agent(KV="DONE", records=records)
     assert _outcome(agent, monkeypatch, THE_LAST) == (settled, True)
     assert "KV" not in agent.posted
+
+
+def _last_of_two(manager: Any) -> Iterator[str]:
+    """The last chunk to two decode ranks, as replicas of one, or with TP that differs."""
+    for peer in ("peer", "second"):
+        yield manager.send_kvcache(peer, PAGES[0], [], PAGES[1], 0, *THE_LAST)
+
+
+def _last_with_window(manager: Any) -> Iterator[str]:
+    """The last chunk and the window's slots to one decode rank."""
+    yield manager.send_kvcache("peer", PAGES[0], [], PAGES[1], 0, *THE_LAST)
+    states = manager.maybe_send_extra("peer", [PAGES[0]], [], [PAGES[1]], 0, "7_state_0")
+    yield from (state for state in states if state is not None)  # as SGLang does
+
+
+@pytest.mark.skipif(not NOTIFIES, reason="0.5.23 waits for both; lifted by make test SGLANG=0.5.22")
+@pytest.mark.parametrize(("pool", "chunk"), [("mha", _last_of_two), ("swa", _last_with_window)])
+@pytest.mark.parametrize("fails", [True, False], ids=["KV fails", "clean"])
+def test_records_of_a_last_chunk_are_not_awaited_after_an_error_of_its_kv(
+    monkeypatch: pytest.MonkeyPatch, pool: str, chunk: Callable[[Any], Iterator[str]], fails: bool
+) -> None:
+    """The first KV fails, and the next records are under way for ever: a peer hangs."""
+    monkeypatch.setattr(conn, "NIXL_ERR_SETTLE_TIMEOUT_S", BOUND_S)
+    ended = "PROC" if fails else "DONE"
+    agent = _Agent(
+        KV="ERR" if fails else "DONE", KV_second="DONE", STATE="DONE", first="DONE", next=ended
+    )
+    agent.names = {"peer": ["first", "next"], "second": ["next"]}
+    manager = _manager(agent, monkeypatch, pool)
+
+    def transfer() -> tuple[bool, bool]:
+        handles: list[str] = []
+        try:
+            handles.extend(chunk(manager))
+            failure_seen = False
+        except RuntimeError:
+            failure_seen = True
+        return manager._await_handles(handles, failure_seen=failure_seen)
+
+    with ThreadPoolExecutor(1) as worker:
+        found = worker.submit(transfer)
+        done, _ = wait([found], 30 * BOUND_S)
+        agent.over = True
+        outcome = found.result()
+    assert done, "the worker is held"
+    assert outcome == ((False, True) if fails else (True, False))
+    assert agent.posted[:2] == ["first", "KV"]
+    assert "next" in agent.posted
 
 
 @pytest.mark.parametrize("notification", [NOT_THE_LAST, THE_LAST], ids=["chunk", "last"])

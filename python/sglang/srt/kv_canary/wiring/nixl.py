@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from .record_sender import Arrive, RecordSender, Sides, wrap_method
 __all__ = [
     "Passenger",
     "beside",
+    "handles_of",
     "send_promised",
     "sender_over_nixl",
     "settling_in",
@@ -52,13 +53,16 @@ def sender_over_nixl(kv_manager: Any, layout: TransferLayout, posted: Posted) ->
     return RecordSender(kv_manager, layout, post, errors, devices_of)
 
 
-def waiting_in(agent: Any) -> Posted:
-    """The sender waits, where its release has no function that waits for all transfers of a chunk."""
+def waiting_in(agent: Any, beside: Callable[[], Sequence[Any]] = tuple) -> Posted:
+    """The sender waits, where no function of its release waits for all transfers of a chunk, or does so too late.
+
+    `beside`: transfers without which the chunk fails. After an error of one the sender waits no longer.
+    """
 
     def posted(handle: Any) -> Arrive:
         def arrive() -> int:
             try:
-                state = _settle(agent, handle)
+                state = _settle(agent, handle, beside)
             except Exception as error:  # the peer has been told that records come
                 raise _TransferFailed("kv-canary: NIXL does not say what records did") from error
             if state == "ERR":
@@ -130,10 +134,16 @@ def beside(
     try:
         post_records()
     except _errors():
-        for each in handle if isinstance(handle, (list, tuple)) else [handle]:
+        for each in handles_of(handle):
             give_up(each)
         raise
     return handle
+
+
+def handles_of(posted: Any) -> Sequence[Any]:
+    """Of what SGLang's functions return that post transfers: one handle, several, or None."""
+    several = posted if isinstance(posted, (list, tuple)) else [posted]
+    return [handle for handle in several if handle is not None]
 
 
 def settling_in(agent: Any) -> Callable[[Any], None]:
@@ -174,8 +184,10 @@ def _post(kv_manager: Any, peer: str, sides: Sides) -> Any:
     return handle
 
 
-def _settle(agent: Any, handle: Any) -> str:
-    """Returns when the transfer is over: DONE, or ERR."""
+def _settle(agent: Any, handle: Any, beside: Callable[[], Sequence[Any]] = tuple) -> str:
+    """Returns when the transfer is over: DONE, or ERR. Raises _TransferFailed when one of `beside` ends with ERR."""
     while (state := agent.check_xfer_state(handle)) not in ("DONE", "ERR"):
+        if any(agent.check_xfer_state(each) == "ERR" for each in beside()):
+            raise _TransferFailed("kv-canary: another transfer of the chunk has failed")
         time.sleep(0)  # as SGLang waits for its own
     return state

@@ -14,7 +14,7 @@ from typing import Any
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import NoticeBoard
 from ..guard import attempt_aside
-from ..nixl import beside, sender_over_nixl
+from ..nixl import beside, handles_of, sender_over_nixl
 from ..record_sender import Arrive, RecordSender, as_they_are, at_once, wrap_method
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
@@ -34,7 +34,7 @@ def tells_of_success() -> bool:
 
 
 class Awaited(threading.local):
-    """Transfers that a thread has posted, and SGLang has not awaited yet: of records, and of KV without them."""
+    """Transfers that a thread has posted, and SGLang has not awaited yet: of records, and of KV beside them."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -42,6 +42,14 @@ class Awaited(threading.local):
     def posted(self, handle: Any) -> Arrive:
         self._handles.append(handle)
         return at_once
+
+    def kept(self, posted: Any) -> Any:
+        """What a function of SGLang's has returned that posts transfers. SGLang may await them twice."""
+        self._handles += handles_of(posted)
+        return posted
+
+    def under_way(self) -> Sequence[Any]:
+        return self._handles
 
     def with_ours(
         self, original: Callable[..., Any], handles: Sequence[Any], *args: Any, **more: Any

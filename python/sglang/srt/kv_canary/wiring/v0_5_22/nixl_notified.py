@@ -35,10 +35,10 @@ class _ReadDamage(RuntimeError):
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     awaited, early = Awaited(), EarlyChunks()
-    wait = waiting_in(kv_manager.agent)
+    wait = waiting_in(kv_manager.agent, awaited.under_way)
 
     def posted(handle: Any) -> Arrive:
-        """SGLang waits for it, too. After an error it does so for a limited time."""
+        """SGLang waits for it, too. After an error, of KV as well, it alone does so, for a limited time."""
         awaited.posted(handle)
         return wait(handle)
 
@@ -72,7 +72,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         refuse_damaged(notification)
         arrive = start()
         arrive()
-        return post(pages, noted(peer, notification))
+        return awaited.kept(post(pages, noted(peer, notification)))
 
     def send_kv(
         original: Callable[..., Any],
@@ -104,12 +104,12 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         refuse_damaged(notification)
         sender.send_states(peer, indices, targets)
         told = noted(peer, notification)
-        return original(peer, indices, pointers, targets, gpu, told, *rest, **more)
+        return awaited.kept(original(peer, indices, pointers, targets, gpu, told, *rest, **more))
 
     def send_aux(original: Callable[..., Any], peer: str, *args: Any) -> Any:
         *rest, notification = args
         refuse_damaged(notification)
-        return original(peer, *rest, noted(peer, notification))
+        return awaited.kept(original(peer, *rest, noted(peer, notification)))
 
     wrap_method(kv_manager, "_await_handles", awaited.with_ours)
     wrap_method(kv_manager, "send_kvcache", send_kv)
