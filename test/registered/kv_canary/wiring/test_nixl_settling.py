@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -32,6 +31,8 @@ if not is_from_0_5_22(release()):
     )
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+
+T = TypeVar("T")
 
 BOUND_S = 0.3
 PAGES = np.array([3, 4, 7]), np.array([10, 11, 30])
@@ -124,16 +125,29 @@ def _manager(agent: _Agent, monkeypatch: pytest.MonkeyPatch, pool: str = "mha") 
     return manager
 
 
-def _transfer(manager: Any, notification: list[str]) -> list[tuple[bool, bool]]:
-    """A chunk by SGLang's transfer_worker, as far as it posts and waits, and an empty one. What its waits say."""
+def _transfer(manager: Any, posts: Iterator[str]) -> tuple[bool, bool]:
+    """A chunk by SGLang's transfer_worker, as far as it posts and waits. What its wait says."""
     handles: list[str] = []
     try:
-        handles.append(manager.send_kvcache("peer", PAGES[0], [], PAGES[1], 0, *notification))
+        handles.extend(posts)
         failure_seen = False
     except RuntimeError:
         failure_seen = True
-    chunk = manager._await_handles(handles, failure_seen=failure_seen)
-    return [chunk, manager._await_handles([], failure_seen=False)]
+    return manager._await_handles(handles, failure_seen=failure_seen)
+
+
+def _chunk(manager: Any, notification: list[str], peer: str = "peer") -> Iterator[str]:
+    yield manager.send_kvcache(peer, PAGES[0], [], PAGES[1], 0, *notification)
+
+
+def _unless_held(agent: _Agent, work: Callable[[], T]) -> T | None:
+    """What `work` returns. None: it waits for a transfer without end, until the test lets it go."""
+    with ThreadPoolExecutor(1) as worker:
+        ended = worker.submit(work)
+        done, _ = wait([ended], 30 * BOUND_S)
+        agent.over = True
+        result = ended.result()
+    return result if done else None
 
 
 def _outcome(
@@ -145,15 +159,17 @@ def _outcome(
     """
     monkeypatch.setattr(conn, "NIXL_ERR_SETTLE_TIMEOUT_S", BOUND_S)
     manager = _manager(agent, monkeypatch)
-    with ThreadPoolExecutor(1) as worker:
-        ended = worker.submit(_transfer, manager, notification)
-        deadline = time.monotonic() + 30 * BOUND_S
-        while not ended.done() and time.monotonic() < deadline:
-            time.sleep(BOUND_S / 10)
-        was_held, agent.over = not ended.done(), True
-        chunk, following = ended.result()
-    assert was_held or following == (True, False)
-    return None if was_held else chunk
+
+    def two_chunks() -> list[tuple[bool, bool]]:
+        """The second one, of the same thread, is empty."""
+        return [_transfer(manager, posts) for posts in (_chunk(manager, notification), iter(()))]
+
+    outcomes = _unless_held(agent, two_chunks)
+    if outcomes is None:
+        return None
+    chunk, following = outcomes
+    assert following == (True, False)
+    return chunk
 
 
 @pytest.mark.parametrize(
@@ -196,13 +212,13 @@ def test_the_last_kv_does_not_go_without_its_records(
 
 def _last_of_two(manager: Any) -> Iterator[str]:
     """The last chunk to two decode ranks, as replicas of one, or with TP that differs."""
-    for peer in ("peer", "second"):
-        yield manager.send_kvcache(peer, PAGES[0], [], PAGES[1], 0, *THE_LAST)
+    yield from _chunk(manager, THE_LAST)
+    yield from _chunk(manager, THE_LAST, "second")
 
 
 def _last_with_window(manager: Any) -> Iterator[str]:
     """The last chunk and the window's slots to one decode rank."""
-    yield manager.send_kvcache("peer", PAGES[0], [], PAGES[1], 0, *THE_LAST)
+    yield from _chunk(manager, THE_LAST)
     states = manager.maybe_send_extra("peer", [PAGES[0]], [], [PAGES[1]], 0, "7_state_0")
     yield from (state for state in states if state is not None)  # as SGLang does
 
@@ -222,21 +238,7 @@ def test_records_of_a_last_chunk_are_not_awaited_after_an_error_of_its_kv(
     agent.names = {"peer": ["first", "next"], "second": ["next"]}
     manager = _manager(agent, monkeypatch, pool)
 
-    def transfer() -> tuple[bool, bool]:
-        handles: list[str] = []
-        try:
-            handles.extend(chunk(manager))
-            failure_seen = False
-        except RuntimeError:
-            failure_seen = True
-        return manager._await_handles(handles, failure_seen=failure_seen)
-
-    with ThreadPoolExecutor(1) as worker:
-        found = worker.submit(transfer)
-        done, _ = wait([found], 30 * BOUND_S)
-        agent.over = True
-        outcome = found.result()
-    assert done, "the worker is held"
+    outcome = _unless_held(agent, lambda: _transfer(manager, chunk(manager)))
     assert outcome == ((False, True) if fails else (True, False))
     assert agent.posted[:2] == ["first", "KV"]
     assert "next" in agent.posted
