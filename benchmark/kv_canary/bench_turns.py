@@ -13,8 +13,8 @@ mean of their differences without the fifth at either end, and what 95 % of draw
 Quantiles of the times between tokens jump, and their mean (`itl_mean`) does not. So tokens are also compared with
 themselves: all of them (`itl_all_same`), and those near the quantiles (`same_tokens.py`).
 With `--base SITE` the canary is in both servers, and the second one imports it from that folder, which holds an older
-version as it is installed. Then the figures are those of this version against that one. They hold the difference of
-the servers; without `--base` it is printed.
+version as it is installed. A pair is then a run with the canary in both, and one without it in either. The figures are
+those of this version against that one, less what the servers differ by without a canary.
 Prints a JSON line per run and, last, the mean of the pairs with its 95 % interval (Student's t).
 """
 
@@ -152,8 +152,8 @@ def _turns_of(run: dict[str, Any], block: int) -> list[float]:
     return [1e6 * statistics.mean(lengths[start : start + block]) for start in starts]
 
 
-def _table_of_turns(groups: Sequence[Sequence[Pair]], block: int) -> None:
-    """`groups`: pairs (without, with) of runs at once. Each counts the same, whatever the servers' difference."""
+def _table_of_turns(groups: Sequence[Sequence[Pair]], weights: Sequence[float], block: int) -> None:
+    """`groups`: pairs (before, after) of runs at once. The figure is the sum of their differences by `weights`."""
     differences = []
     for pairs in groups:
         turns_of_pairs = [[_turns_of(run, block) for run in pair] for pair in pairs]
@@ -162,11 +162,12 @@ def _table_of_turns(groups: Sequence[Sequence[Pair]], block: int) -> None:
     draws, figures = random.Random(0), []
     for _ in range(2000):
         drawn = [draws.choices(each, k=len(each)) for each in differences]
-        figures.append(statistics.mean(map(trimmed, drawn)))
+        figures.append(_weighted(weights, drawn))
     figures.sort()
-    found = statistics.mean(map(trimmed, differences))
+    found = _weighted(weights, differences)
+    compared = [pairs for pairs, weight in zip(groups, weights, strict=True) if weight > 0]
     step = statistics.median(
-        us for pairs in groups for off, _ in pairs for us in _turns_of(off, block)
+        us for pairs in compared for before, _ in pairs for us in _turns_of(before, block)
     )
     us = found, figures[50], figures[-51]
     percent = [100 * each / step for each in us]
@@ -177,6 +178,10 @@ def _table_of_turns(groups: Sequence[Sequence[Pair]], block: int) -> None:
     )
 
 
+def _weighted(weights: Sequence[float], groups: Sequence[Sequence[float]]) -> float:
+    return sum(w * trimmed(each) for w, each in zip(weights, groups, strict=True))
+
+
 def _tell_runs(
     runs: Sequence[dict[str, Any]], states: Sequence[str], options: argparse.Namespace
 ) -> None:
@@ -185,14 +190,29 @@ def _tell_runs(
 
 
 def _compare_versions(servers: Sequence[Server], options: argparse.Namespace) -> None:
-    ratios, pairs = [], []
+    ratios, servers_differ = [], []
+    groups: tuple[list[Pair], list[Pair]] = [], []  # the canary is in both servers, in neither
     for _ in range(options.pairs):
-        runs = _run(servers, (options.content, options.content), SEED, options.block)
-        _tell_runs(runs, ("this", "base"), options)
-        ratios.append(_log_ratios(runs, 0))
-        pairs.append((runs[1], runs[0]))
-    _table(ratios, [base for base, _ in pairs])
-    _table_of_turns([pairs], options.block)
+        found = []
+        for state, names, pairs in (
+            (options.content, ("this", "base"), groups[0]),
+            ("off", ("off", "off"), groups[1]),
+        ):
+            runs = _run(servers, (state, state), SEED, options.block)
+            _tell_runs(runs, names, options)
+            found.append(_log_ratios(runs, 0))
+            pairs.append((runs[1], runs[0]))
+        versions, without = found
+        ratios.append({name: versions[name] - without[name] for name in versions})
+        servers_differ.append(without["seconds"])
+    _tell_difference(servers_differ)
+    _table(ratios, [base for base, _ in groups[0]])
+    _table_of_turns(groups, (1.0, -1.0), options.block)
+
+
+def _tell_difference(logs: Sequence[float]) -> None:
+    difference = 100 * statistics.mean(map(math.expm1, logs))
+    print(f"the first server against the second: {difference:+.2f} % of seconds")
 
 
 def _compare_states(servers: Sequence[Server], options: argparse.Namespace) -> None:
@@ -211,10 +231,9 @@ def _compare_states(servers: Sequence[Server], options: argparse.Namespace) -> N
             groups[on].append((runs[1 - on], runs[on]))
         ratios.append({name: (first[name] + second[name]) / 2 for name in first})
         servers_differ.append((first["seconds"] - second["seconds"]) / 2)
-    difference = 100 * statistics.mean(map(math.expm1, servers_differ))
-    print(f"the first server against the second: {difference:+.2f} % of seconds")
+    _tell_difference(servers_differ)
     _table(ratios, [off for pairs in groups for off, _ in pairs])
-    _table_of_turns(groups, options.block)
+    _table_of_turns(groups, (0.5, 0.5), options.block)
 
 
 def main() -> None:

@@ -401,13 +401,21 @@ def test_runs_are_told_with_their_states_and_kept_with_their_steps(
     assert list(map(json.loads, printed.splitlines()[:8])) == kept
 
 
-def test_this_version_is_compared_against_the_older_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("slow_run", [NEVER, 0, 1])
+@pytest.mark.parametrize(("first", "second"), [(1000, 1000), (970, 1000), (1030, 1000)])
+def test_unequal_servers_do_not_change_what_this_version_costs_against_the_older_one(
+    first: int, second: int, slow_run: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    servers = [_server(1000, 50, NEVER), _server(1000, 20, 1)]
+    servers = [_server(first, 50, NEVER), _server(second, 20, slow_run)]
     out = _compared("_compare_versions", servers, tmp_path / "out", capsys)
-    assert "76 turns of 3 steps, 1020 us a step: +30 us (+30 to +30), " in out
-    assert re.findall(r'"state": "(\w+)"', out) == ["this", "base"] * 2
+    assert "152 turns of 3 steps, 1020 us a step: +30 us (+30 to +30), " in out
+    assert re.findall(r'"state": "(\w+)"', out) == ["this", "base", "off", "off"] * 2
+    if slow_run == NEVER:
+        (differ,) = re.findall(r"^the first server against the second: (\S+) %", out, re.MULTILINE)
+        assert float(differ) == pytest.approx(100 * (first / second - 1), abs=0.1)
+        (seconds,) = re.findall(r"^seconds +\S+ +(\S+) %", out, re.MULTILINE)
+        more = (first + 50) / (second + 20) / (first / second)
+        assert float(seconds) == pytest.approx(100 * (more - 1), abs=0.02)
 
 
 @pytest.mark.parametrize(
