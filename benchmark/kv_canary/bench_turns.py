@@ -14,7 +14,8 @@ Quantiles of the times between tokens jump, and their mean (`itl_mean`) does not
 themselves: all of them (`itl_all_same`), and those near the quantiles (`same_tokens.py`).
 With `--base SITE` the canary is in both servers, and the second one imports it from that folder, which holds an older
 version as it is installed. A pair is then a run with the canary in both, and one without it in either. The figures are
-those of this version against that one, less what the servers differ by without a canary.
+those of this version against that one, less what the servers differ by without a canary. An older version that leaves
+its hooks in place counts as its server there.
 Prints a JSON line per run and, last, the mean of the pairs with its 95 % interval (Student's t).
 """
 
@@ -45,8 +46,6 @@ Pair = tuple[dict[str, Any], dict[str, Any]]
 
 ANSWER = "answer of bench_turns: "
 COMPARED = ("seconds", *FIGURES)
-# Beside which figure those of `same_tokens` are printed
-SAME_TOKENS = {"itl_all_same": "itl_mean", "itl_p50_same": "itl_p50", "itl_p90_same": "itl_p90"}
 __all__ = ["run_metered_scheduler"]  # SGLang's processes look for it in the main module
 
 
@@ -136,7 +135,9 @@ def _table(ratios: Sequence[dict[str, float]], baseline: Sequence[dict[str, Any]
     for name in ratios[0]:
         percent = [100 * math.expm1(ratio[name]) for ratio in ratios]
         low, high = interval_of_few(percent)
-        of = statistics.median(run[SAME_TOKENS.get(name, name)] for run in baseline)
+        part = same_tokens.PARTS.get(name)
+        figure = name if part is None else part.figure
+        of = statistics.median(run[figure] for run in baseline)
         print(
             f"{name:<14}{of:>12.5g}{statistics.mean(percent):>+9.2f} % ({low:+.2f} to {high:+.2f})"
         )

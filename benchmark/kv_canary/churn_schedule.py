@@ -168,8 +168,8 @@ class Schedule:
             "window_steps": len(steps),
             "tokens_per_s": round(sum(len(step.names) for step in steps) / took, 2),
             "step_p50": round(statistics.median(lengths), 6),
-            **_middle_of("ttft", ttft),
-            **_middle_of("itl", itl),
+            **_summary_of("ttft", ttft),
+            **_summary_of("itl", itl),
             "batches": self._digest(last),
             "first_step": first + 1,
             "step_lengths": lengths,
@@ -239,7 +239,7 @@ def follow(scheduler: Any, schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _middle_of(name: str, values: list[float]) -> dict[str, float]:
+def _summary_of(name: str, values: list[float]) -> dict[str, float]:
     """Median, 90th percentile and mean. Nothing of fewer than two values: answers may have one token."""
     if len(values) < 2:
         return {}

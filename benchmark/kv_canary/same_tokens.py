@@ -10,10 +10,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-# Which tokens, by what they take, from 0 to 1: a tenth of all on either side of a quantile, or all of them
-PARTS = {"itl_all_same": (0.0, 1.0), "itl_p50_same": (0.4, 0.6), "itl_p90_same": (0.8, 1.0)}
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """Tokens from `low` to `high` of all, by what they take, counted from 0 to 1."""
+
+    figure: str  # of the run, beside which theirs is printed
+    low: float
+    high: float
+
+
+# All tokens, or a tenth of them on either side of a quantile
+PARTS = {
+    "itl_all_same": TokenPart("itl_mean", 0.0, 1.0),
+    "itl_p50_same": TokenPart("itl_p50", 0.4, 0.6),
+    "itl_p90_same": TokenPart("itl_p90", 0.8, 1.0),
+}
 
 # The step of some tokens, the step of the tokens before them, and how many they are
 Tokens = tuple[int, int, int]
@@ -34,7 +49,7 @@ def log_ratios(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, float
     ]
     pairs.sort(key=lambda pair: pair[1] + pair[2])
     ratios = [(count, after - before) for count, before, after in pairs]
-    return {name: _median(_part(ratios, *part)) for name, part in PARTS.items()}
+    return {name: _median(_part(ratios, part.low, part.high)) for name, part in PARTS.items()}
 
 
 def _part(
