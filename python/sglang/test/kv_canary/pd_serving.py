@@ -114,7 +114,7 @@ TRANSPORT = {
 def start_beside(
     server: CanaryServer, enter: Callable[[], object], leave: Callable[[], None]
 ) -> None:
-    """Start `server`, and others by `enter` meanwhile. They end by `leave` if it does not start."""
+    """Start `server`, and others by `enter` at the same time. They end by `leave` if it does not start."""
     with ExitStack() as unless_all_start:
         with server.starting():
             enter()

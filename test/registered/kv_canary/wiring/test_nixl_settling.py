@@ -49,9 +49,8 @@ class _Agent:
 
     def __init__(self, **states: str) -> None:
         self.states = states
-        self.names: dict[
-            str, list[str]
-        ] = {}  # of records, by peer, in the order in which they are posted
+        # Of records, by peer, in the order in which they are posted
+        self.names: dict[str, list[str]] = {}
         self.posted: list[str] = []
         self.over = False  # the test is
 
@@ -89,9 +88,8 @@ def _manager(agent: _Agent, monkeypatch: pytest.MonkeyPatch, pool: str = "mha") 
         dst_port=1,
         gpu_id=0,
         dst_state_dim_per_tensor=[layout.to_wire()],
-        dst_state_data_ptrs=[
-            [i << 40 for i in range(1, 9)]
-        ],  # of more records than any pool here has
+        # Of more records than any pool here has
+        dst_state_data_ptrs=[[i << 40 for i in range(1, 9)]],
     )
 
     def send_kv(peer: str, *_: Any) -> str:

@@ -53,16 +53,16 @@ def sender_over_nixl(kv_manager: Any, layout: TransferLayout, posted: Posted) ->
     return RecordSender(kv_manager, layout, post, errors, devices_of)
 
 
-def waiting_in(agent: Any, beside: Callable[[], Sequence[Any]] = tuple) -> Posted:
+def waiting_in(agent: Any, siblings: Callable[[], Sequence[Any]] = tuple) -> Posted:
     """The sender waits, where no function of its release waits for all transfers of a chunk, or does so too late.
 
-    `beside`: transfers without which the chunk fails. After an error of one the sender waits no longer.
+    `siblings`: transfers without which the chunk fails. After an error of one the sender waits no longer.
     """
 
     def posted(handle: Any) -> Arrive:
         def arrive() -> int:
             try:
-                state = _settle(agent, handle, beside)
+                state = _settle(agent, handle, siblings)
             except Exception as error:  # the peer has been told that records come
                 raise _TransferFailed("kv-canary: NIXL does not say what records did") from error
             if state == "ERR":
@@ -184,10 +184,10 @@ def _post(kv_manager: Any, peer: str, sides: Sides) -> Any:
     return handle
 
 
-def _settle(agent: Any, handle: Any, beside: Callable[[], Sequence[Any]] = tuple) -> str:
-    """Returns when the transfer is over: DONE, or ERR. Raises _TransferFailed when one of `beside` ends with ERR."""
+def _settle(agent: Any, handle: Any, siblings: Callable[[], Sequence[Any]] = tuple) -> str:
+    """Returns when the transfer is over: DONE, or ERR. Raises _TransferFailed when one of `siblings` ends with ERR."""
     while (state := agent.check_xfer_state(handle)) not in ("DONE", "ERR"):
-        if any(agent.check_xfer_state(each) == "ERR" for each in beside()):
+        if any(agent.check_xfer_state(each) == "ERR" for each in siblings()):
             raise _TransferFailed("kv-canary: another transfer of the chunk has failed")
         time.sleep(0)  # as SGLang waits for its own
     return state
