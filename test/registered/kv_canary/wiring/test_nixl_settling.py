@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.nixl import conn
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.transfer.layout import TransferLayout
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.nixl import waiting_in
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.v0_5_22.nixl import NIXL, tells_of_success
 from sglang_kv_canary.wiring.v0_5_22.nixl_notified import NIXL_NOTIFIED
@@ -240,6 +241,17 @@ def test_records_of_a_last_chunk_are_not_awaited_after_an_error_of_its_kv(
     assert outcome == ((False, True) if fails else (True, False))
     assert agent.posted[:2] == ["first", "KV"]
     assert "next" in agent.posted
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [("ERR", "another transfer of the chunk"), ("unreadable", "does not say what records did")],
+)
+def test_the_reason_says_which_transfer_has_failed(kv: str, reason: str) -> None:
+    """SGLang passes it on to the decode rank."""
+    agent = _Agent(KV=kv, records="PROC")
+    with pytest.raises(RuntimeError, match=reason):
+        waiting_in(agent, lambda: ["KV"])("records")()
 
 
 @pytest.mark.parametrize("notification", [NOT_THE_LAST, THE_LAST], ids=["chunk", "last"])

@@ -63,6 +63,8 @@ def waiting_in(agent: Any, siblings: Callable[[], Sequence[Any]] = tuple) -> Pos
         def arrive() -> int:
             try:
                 state = _settle(agent, handle, siblings)
+            except _TransferFailed:  # of a sibling: SGLang gives this reason to the decode rank
+                raise
             except Exception as error:  # the peer has been told that records come
                 raise _TransferFailed("kv-canary: NIXL does not say what records did") from error
             if state == "ERR":
