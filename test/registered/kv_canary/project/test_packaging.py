@@ -26,7 +26,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.import_alias import OLD_NAME
 from sglang_kv_canary.testing import consts
-from sglang_kv_canary.testing.serving import free_server_port
+from sglang_kv_canary.testing.serving import free_port, free_server_port
 from sglang_kv_canary_rigs.checkout import DOCS, REPO
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 from sglang_kv_canary_rigs.warm import shared
@@ -310,8 +310,7 @@ def test_the_walk_through_works_as_it_stands(with_wheel: Environment, tmp_path: 
     page = (DOCS / "walkthrough.md").read_text()
     script = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     assert script.startswith(ACTIVATE)
-    port = str(free_server_port())
-    script = script.removeprefix(ACTIVATE).replace("30000", port)
+    script = _with_free_ports(script.removeprefix(ACTIVATE))
     out = _run_in_shell(f"set -e\n{script}wait\n", with_wheel, tmp_path)
     assert "kv-canary active: mode log" in out
     assert "fault injection is ON" in out
@@ -321,8 +320,31 @@ def test_the_walk_through_works_as_it_stands(with_wheel: Environment, tmp_path: 
     assert 'written by request "ada"' in out
 
 
+@needs_documents
+def test_the_walk_through_ends_with_its_server(tmp_path: Path) -> None:
+    """Its loops wait for a server. One that does not start must not keep its reader waiting."""
+    page = (DOCS / "walkthrough.md").read_text()
+    loops = re.findall(r"^while .*done", page, re.MULTILINE)
+    assert len(loops) == 3
+    assert not re.search(r"^until ", page, re.MULTILINE)
+    script = "\n".join(["touch server.log", "false &", *loops, "echo ended"])
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.stdout.endswith("ended\n"), done.stderr
+    assert done.stderr.count("No such process") == len(loops)
+
+
+def _with_free_ports(script: str) -> str:
+    """SGLang picks its second port long before it binds it, unless that is given."""
+    flag = "--port 30000"
+    assert flag in script
+    ports = f"{flag} --nccl-port {free_port()}"
+    return script.replace(flag, ports).replace("30000", str(free_server_port()))
+
+
 def _run_in_shell(script: str, env: Environment, folder: Path) -> str:
-    """Its output, with the server's log; ends whatever it leaves behind."""
+    """Its output; ends whatever it leaves behind. Fails with the server's log where it does not end."""
     shell = subprocess.Popen(
         ["bash", "-c", script],
         stdout=subprocess.PIPE,
@@ -338,6 +360,9 @@ def _run_in_shell(script: str, env: Environment, folder: Path) -> str:
     )
     try:
         return shell.communicate(timeout=consts.PROCESS_TIMEOUT_S)[0]
+    except subprocess.TimeoutExpired as error:
+        logs = "\n".join(path.read_text() for path in folder.rglob("server.log"))
+        pytest.fail(f"{error}\n{(error.stdout or b'').decode()}\n{logs}")
     finally:
         if shell.poll() is None:
             os.killpg(shell.pid, signal.SIGKILL)
