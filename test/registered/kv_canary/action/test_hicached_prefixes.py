@@ -18,10 +18,15 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, RealTree, make_tree
 if release().has_own_canary:
     pytest.skip("actions run with HiCache on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import compute_node_hash_values, get_hash_str
 from sglang_kv_canary.wiring.containment.prefixes import Computed
 from sglang_kv_canary.wiring.v0_5_12 import hicached_prefixes
-from sglang_kv_canary.wiring.v0_5_12.hicached_prefixes import HiCachedPrefixes, around_store_node
+from sglang_kv_canary.wiring.v0_5_12.hicached_prefixes import (
+    HiCachedPrefixes,
+    _keys_behind,
+    around_store_node,
+)
 from sglang_kv_canary.wiring.v0_5_12.prefixes import prefixes_of
 
 register_cpu_ci(est_time=4, suite="stage-a-test-cpu")
@@ -240,8 +245,6 @@ def test_a_long_prefix_that_is_right_is_not_hashed_again(
     tree, prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reader of it would, on the scheduler's thread."""
-    from sglang.srt.mem_cache import utils
-
     store, hashed = Store(), []
     monkeypatch.setattr(hicached_prefixes, "store_of", lambda controller: store)
     tree.flush()
@@ -249,7 +252,8 @@ def test_a_long_prefix_that_is_right_is_not_hashed_again(
     tree.insert(FIRST)
     tree.insert(SECOND)
     longer = [*FIRST, 1, 2, 3, 4, 5, 6, 7, 8]
-    monkeypatch.setattr(utils, "get_hash_str", lambda *a: hashed.append(a) or get_hash_str(*a))
+    hash_page = RadixKey.hash_page
+    monkeypatch.setattr(RadixKey, "hash_page", lambda *a: hashed.append(a) or hash_page(*a))
     assert prefixes.drop([], [Computed(longer, None, 24)]) == 0
     assert store.forgotten == keys_of(longer)[6:]
     assert len(hashed) == 2
@@ -261,6 +265,19 @@ def test_a_long_prefix_that_is_right_is_not_hashed_again(
     store.forgotten.clear()
     assert prefixes.drop([], [Computed(longer, None, 21)]) == 8
     assert sorted(store.forgotten) == sorted(keys_of(longer)[5:] + keys_of(longer)[4:5])
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_keys_in_storage_are_those_of_sglang(tree, pairs: bool) -> None:
+    """EAGLE's tree counts pairs of tokens, so its keys differ."""
+    cache = SimpleNamespace(page_size=4, is_eagle=pairs)
+    tokens = FIRST[: 20 + pairs]
+    node = SimpleNamespace(key=RadixKey(tokens, is_bigram=pairs), parent=None, hash_value=None)
+    theirs = compute_node_hash_values(node, 4)
+    assert len(theirs) == 5
+    assert (theirs == keys_of(tokens)) != pairs
+    assert list(_keys_behind(Computed(tokens, None, 0), cache)) == theirs
+    assert list(_keys_behind(Computed(tokens, None, 9), cache, 8, theirs[1])) == theirs[2:]
 
 
 if __name__ == "__main__":

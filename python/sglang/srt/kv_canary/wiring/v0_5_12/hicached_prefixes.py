@@ -59,8 +59,8 @@ class HiCachedPrefixes(CachedPrefixes):
             if slots is not None:
                 nodes += [node for node, end in path if end > each.start][:1]
             if self.tree.enable_storage:
-                page_size = self.tree.page_size
-                keys += _keys_behind(each, page_size, *_known_key(path, each.start, page_size))
+                known = _known_key(path, each.start, self.tree.page_size)
+                keys += _keys_behind(each, self.tree, *known)
         roots = self._hide_all(nodes)
         below = [node for root in roots for node in with_descendants(root)]
         # First its records: a thread that stores pages asks for them.
@@ -153,14 +153,14 @@ def _known_key(
 
 
 def _keys_behind(
-    computed: Computed, page_size: int, first: int = 0, key: str | None = None
+    computed: Computed, tree: Any, first: int = 0, key: str | None = None
 ) -> Iterator[str]:
     """The keys in storage of the pages with tokens of `computed`. `key`: of the page that ends at `first`."""
-    from sglang.srt.mem_cache.utils import get_hash_str
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    tokens = computed.tokens
+    page_size, tokens = tree.page_size, RadixKey(list(computed.tokens), is_bigram=tree.is_eagle)
     for begin in range(first, len(tokens) // page_size * page_size, page_size):
-        key = get_hash_str(tokens[begin : begin + page_size], key)
+        key = tokens.hash_page(begin, begin + page_size, key)
         if begin + page_size > computed.start:
             yield key
 
