@@ -158,6 +158,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_dsa_e2e.py",
     "e2e/test_speculative_e2e.py",
     "e2e/test_speculative_grammar_e2e.py",
+    "e2e/test_speculative_hicache_e2e.py",
     "e2e/test_speculative_hybrid_e2e.py",
     "e2e/test_speculative_mixed_chunks_e2e.py",
     "e2e/test_speculative_ngram_e2e.py",

@@ -8,6 +8,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.hicache_serving import (
     PROMPT,
     STORAGE,
@@ -164,6 +165,33 @@ class TestOnThePrefillServer(WithPages, OnThePrefillServer):
     def body(self, name: str, prompt: list[int]) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
         return {"rid": name, "input_ids": prompt, "sampling_params": sampling}
+
+
+class InHostMemory(PdServing):
+    prefill_flags: ClassVar = SMALL_POOL
+    decode_flags: ClassVar = Stored.decode_flags
+
+
+@BY_HAND
+class TestEagle(EagleE2EBase, HiCachePair):
+    """A loaded prefix has no draft KV that is checked, on either server."""
+
+    transport: ClassVar = InHostMemory
+    flags: ClassVar = {
+        **EagleE2EBase.flags,
+        "kv_canary": LOG_OR_RAISE,
+        "log_level": "warning",
+    }
+
+    def test_from_host_memory(self) -> None:
+        assert self.twice("host") >= 3 * (PROMPT - 2)
+        self.assert_clean_and_all_checked()
+
+    def test_traffic(self) -> None:
+        for turn in range(2):
+            self.converse(f"before-{turn}")
+            self.twice(f"between-{turn}")
+        self.assert_clean_and_all_checked()
 
 
 class Optimistic(PdServing):

@@ -34,6 +34,7 @@ from sglang_kv_canary.wiring import warm_up
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary.wiring.speculative import mark_unfilled
 from sglang_kv_canary_rigs.launch_variants import LaunchVariants, missing
 from sglang_kv_canary_rigs.manager_rig import MAX_REQUESTS, ManagerRig, RigRequest
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
@@ -396,6 +397,18 @@ def test_spec_v2_compiles_nothing_while_it_serves(check, launches):
         served = launches.take()
         assert ("input_ids", ("*i32", "")) in {part for variant in served for part in variant}
         assert missing(served, compiled) == []
+
+
+@pytest.mark.parametrize("with_hicache", [True, False])
+def test_loads_from_host_memory_leave_draft_slots_unfilled(with_hicache, launches):
+    """v2 has no unfilled slots else, so it compiles that for HiCache alone."""
+    with SpecRig(CHAIN) as rig:
+        compile_both(rig, True, server_args(CHAIN, enable_hierarchical_cache=with_hicache))
+        compiled = launches.take()
+        for count in (1, slots.ONE_PROGRAM_SLOTS + 1):
+            mark_unfilled(rig.draft, torch.zeros(count, dtype=torch.int64))
+            rig.draft.ledger.apply()
+        assert (missing(launches.take(), compiled) == []) == with_hicache
 
 
 @pytest.mark.parametrize("begins_with", [1, 3])

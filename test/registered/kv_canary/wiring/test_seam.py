@@ -263,7 +263,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "HiCache": _HICACHE,
     "HiCache with this storage backend": {**_HICACHE, "hicache_storage_backend": "mooncake"},
     "HiCache with this layout of host memory": {**_HICACHE, "hicache_mem_layout": "page_head"},
-    "HiCache with speculative decoding": {**_HICACHE, **_EAGLE},
+    "HiCache with frozen-KV MTP": {**_HICACHE, "speculative_algorithm": "FROZEN_KV_MTP"},
     "HiCache with pipeline parallelism": {**_HICACHE, "pp_size": 2},
     "HiCache with host memory as a buffer": {
         **_HICACHE,

@@ -269,7 +269,7 @@ CASES = {
     },
     "HiCache with this storage backend": {**HICACHE, "hicache_storage_backend": "mooncake"},
     "HiCache with this layout of host memory": {**HICACHE, "hicache_mem_layout": "page_head"},
-    "HiCache with speculative decoding": {**HICACHE, "speculative_algorithm": "EAGLE"},
+    "HiCache with frozen-KV MTP": {**HICACHE, "speculative_algorithm": "FROZEN_KV_MTP"},
     "HiCache with pipeline parallelism": {**HICACHE, "pp_size": 2},
     "LMCache with pipeline parallelism": {"enable_lmcache": True, "pp_size": 2},
     "LMCache with speculative decoding": {"enable_lmcache": True, "speculative_algorithm": "EAGLE"},

@@ -498,7 +498,7 @@ NOT_STAGED: tuple[NotStaged, ...] = (
     NotStaged(
         "sgl#17338",
         "draft KV is not restored by HiCache",
-        "HiCache with speculative decoding is refused",
+        "what HiCache loads into a draft pool counts as not computed: it costs acceptance and changes no answer",
     ),
     NotStaged(
         "sgl#27338",

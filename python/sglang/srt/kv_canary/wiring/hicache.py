@@ -24,6 +24,7 @@ from ..pool_patcher.errors import UnsupportedPoolError
 from .context import context
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
+from .speculative import mark_unfilled
 from .swept_slots import await_sweep
 
 if TYPE_CHECKING:
@@ -91,9 +92,10 @@ def _tier_of(manager: CanaryManager, pool: Any, loads_in_background: bool) -> Ho
     content: tuple = ()
     if config.content_mode is not ContentMode.NONE:
         halves = pool.kv_buffer if len(group.halves) == 2 else (pool.kv_buffer,)
+        # From 0.5.18 on MTP layers of the draft model may follow in the same pool.
+        layers = getattr(pool, "target_layer_num", pool.layer_num)
         content = tuple(
-            sources_of(half, pool.layout, pool.layer_num, pool.size, pool.page_size)
-            for half in halves
+            sources_of(half, pool.layout, layers, pool.size, pool.page_size) for half in halves
         )
     return HostTier(
         group,
@@ -155,6 +157,9 @@ def _arrive(tier: HostTier, page_size: int, loads: Sequence[Any], stream: Any) -
         context.slots_filled(slots, page_size, "load from host memory", "start_loading", None)
         words = tier.records_for(load.host_indices, slots)
         ledger.record_load_back(tier.load_back(slots, words, stream))
+        # No records come with the draft model's KV, and not all of it was ever computed.
+        for draft in context.drafts:
+            mark_unfilled(draft, slots)
     ledger.awaits_load_back = False
 
 

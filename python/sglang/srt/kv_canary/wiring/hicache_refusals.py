@@ -30,9 +30,9 @@ HICACHE_REFUSALS: tuple[Refusal, ...] = (
         f"Set --hicache-mem-layout to {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}.",
     ),
     Refusal(
-        "HiCache with speculative decoding",
-        lambda args: _on(args) and args.speculative_algorithm is not None,
-        "the draft model's KV is loaded back without records.",
+        "HiCache with frozen-KV MTP",
+        lambda args: _on(args) and args.speculative_algorithm == "FROZEN_KV_MTP",
+        "SGLang itself: it copies the draft model's unused pool of 64 slots by the target's slots, past its end.",
         "Remove --speculative-algorithm or --enable-hierarchical-cache.",
     ),
     Refusal(

@@ -235,11 +235,12 @@ def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     """Launch everything that the draft model's runner launches outside graphs while it serves."""
     launcher = manager.launcher
     page_size = draft_runner_of(worker).token_to_kv_pool_allocator.page_size
+    args = release().settled(worker.server_args)
     launches = [partial(warm_up_slot_events, launcher, page_size)]
-    if not _is_v2(worker) or manager.arrivals is not None:
+    if not _is_v2(worker) or manager.arrivals is not None or args.enable_hierarchical_cache:
         launches.append(partial(warm_up_unfills, launcher, _slot_types(manager, torch.int64)))
     # The last page of each branch
-    if _moves_slots(release().settled(worker.server_args), page_size):
+    if _moves_slots(args, page_size):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int32)))
     plans = plans_of(draft_forwards(manager, worker), manager.plan_input)
     manager.warm_up(plans, launches)

@@ -120,7 +120,8 @@ def _shorten(tree: Any, req: Any, usable: int) -> None:
     req.best_match_node, req.host_hit_length = req.last_node, 0
     if not usable:
         return
-    tokens = req.full_untruncated_fill_ids[: req.prefix_len + usable]
+    end = req.prefix_len + usable + tree.tree_core.is_eagle  # EAGLE's keys are pairs of tokens
+    tokens = req.full_untruncated_fill_ids[:end]
     key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
     found = tree.match_prefix(MatchPrefixParams(key=key))
     req.best_match_node, req.host_hit_length = found.best_match_node, found.host_hit_length
