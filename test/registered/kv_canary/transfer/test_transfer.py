@@ -392,6 +392,12 @@ def test_a_cached_window_is_refused():
     _refuse_cached_windows(args, make_mha_pool())
     with pytest.raises(CanaryStartupError, match="takes the whole window for sent"):
         _refuse_cached_windows(args, swa)
+    args.disaggregation_mode = "prefill"
+    _refuse_cached_windows(args, swa)
+    args.enable_pd_role_switch = True  # it may decode later
+    with pytest.raises(CanaryStartupError, match="takes the whole window for sent"):
+        _refuse_cached_windows(args, swa)
+    args.disaggregation_mode = "decode"
     args.disaggregation_decode_enable_radix_cache = False
     _refuse_cached_windows(args, swa)
 

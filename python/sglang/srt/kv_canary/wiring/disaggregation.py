@@ -77,8 +77,9 @@ def _refuse_unknown_pool(pool: Any, known: tuple[str, ...] = _POOLS, what: str =
 
 
 def _refuse_cached_windows(args: Any, pool: Any) -> None:
-    """Newer releases have both for some models. Others refuse it themselves."""
-    cached = args.disaggregation_mode == "decode" and args.disaggregation_decode_enable_radix_cache
+    """Newer releases have both for some models. Others refuse it themselves. The role may change while it serves."""
+    decodes = args.disaggregation_mode == "decode" or getattr(args, "enable_pd_role_switch", False)
+    cached = decodes and args.disaggregation_decode_enable_radix_cache
     if cached and type(pool).__name__ == "SWAKVPool":
         raise startup_error(
             "SGLang sends what is not cached of a sliding window, and the check of arrivals takes the whole window for "
