@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang.srt.layers import dp_attention
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -253,6 +254,23 @@ def test_prefills_that_decodes_ride_along_with_are_as_large_as_decodes(monkeypat
         args = server_args(enable_mixed_chunk=mixed)
         runner = model_runner(rig.allocator, args)
         assert warm_up.target_forwards(rig.manager, runner)[0].last == last
+
+
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("pads", [False, True])
+def test_prefills_are_as_large_as_decodes_where_sglang_turns_these_into_those(
+    pads, converts, monkeypatch
+):
+    monkeypatch.setattr(warm_up, "PREFILL_REQUESTS", 3)
+    if converts:
+        monkeypatch.setattr(ScheduleBatch, "convert_decode_to_extend", None, raising=False)
+    else:
+        monkeypatch.delattr(ScheduleBatch, "convert_decode_to_extend", raising=False)
+    rig = target_rig("mha")
+    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True} if pads else {}
+    runner = model_runner(rig.allocator, server_args(**ranks))
+    prefills = warm_up.target_forwards(rig.manager, runner)[0]
+    assert (prefills.known, prefills.last) == (True, MAX_REQUESTS if pads and converts else 3)
 
 
 def test_a_decode_that_sglang_pads_beside_a_prefill_is_compiled(launches, monkeypatch):

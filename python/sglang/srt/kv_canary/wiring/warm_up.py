@@ -39,6 +39,7 @@ from ..runner.manager import CanaryManager
 from ..single_forward_manager import content_can_wait, head_can_wait
 from .context import context
 from .late_work import checks_may_wait
+from .refusals import pads_to_other_ranks
 from .releases import release
 from .workers import draft_runner_of
 
@@ -141,8 +142,17 @@ def decodes(args: Any, first: int, last: int, **properties: Any) -> list[EagerFo
 
 def prefills(args: Any, largest: int, known: bool) -> EagerForwards:
     """`largest`: requests in one batch, of any kind."""
-    last = largest if args.enable_mixed_chunk else min(largest, PREFILL_REQUESTS)
+    whole = args.enable_mixed_chunk or _turns_decodes_into_prefills(args)
+    last = largest if whole else min(largest, PREFILL_REQUESTS)
     return EagerForwards(ForwardMode.EXTEND, 1, last, known=known)
+
+
+def _turns_decodes_into_prefills(args: Any) -> bool:
+    """From 0.5.19 on, while another rank prefills in a graph. Never with speculation."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    converts = hasattr(ScheduleBatch, "convert_decode_to_extend")
+    return converts and args.speculative_algorithm is None and pads_to_other_ranks(args)
 
 
 def _max_requests(manager: CanaryManager) -> int:
