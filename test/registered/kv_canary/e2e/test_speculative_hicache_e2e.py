@@ -113,7 +113,10 @@ class TestStandalone(DraftsWithAWholeModel, SpeculationWithHiCache):
 @long_on_newer_releases
 class TestStorage(WithPages, SpeculationWithHiCache):
     flags: ClassVar = {**SpeculationWithHiCache.flags, **STORAGE, "kv_canary_sweep_interval": 0}
-    env: ClassVar = {**SpeculationWithHiCache.env, "SGLANG_KV_CANARY_ACTION": "abort"}
+    env: ClassVar = {
+        **SpeculationWithHiCache.env,
+        **({"SGLANG_KV_CANARY_ACTION": "abort"} if ENDS else {}),
+    }
 
     test_prefixes_are_loaded_back = test_traffic = None
 
