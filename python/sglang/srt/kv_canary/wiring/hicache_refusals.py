@@ -32,8 +32,9 @@ HICACHE_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "HiCache with frozen-KV MTP",
         lambda args: _on(args) and args.speculative_algorithm == "FROZEN_KV_MTP",
-        "SGLang itself: it copies the draft model's unused pool of 64 slots by the target's slots, past its end.",
-        "Remove --speculative-algorithm or --enable-hierarchical-cache.",
+        "its target, Gemma 4, has sliding windows, and what HiCache does with their pages is not followed. Up to "
+        "0.5.17 SGLang itself ends.",
+        "Remove --enable-hierarchical-cache.",
     ),
     Refusal(
         "HiCache with pipeline parallelism",
