@@ -230,6 +230,7 @@ def test_a_remapped_swa_slot_is_found() -> None:
     rig = SweptRig("swa")
     rig.serve(PROMPT, ANSWER)
     slots = rig.cached_slots(PROMPT)
+    rig.passes(1)  # the one under way may have listed it
     mapping = rig.allocator.full_to_swa_index_mapping
     mapping[slots[33]] = mapping[slots[36]]
     rig.passes(1)
@@ -391,7 +392,9 @@ def test_content_shrinks_the_chunks_of_busy_steps_and_less_those_of_idle_ticks()
     rig.serve(PROMPT, ANSWER)
     sizes: list[int] = []
     rig.manager.launcher = _Spy(rig.manager.launcher, sizes)
-    rig.admit([1, 2, 3, 4])
+    request = rig.admit([1, 2, 3, 4])
+    for token in range(2):
+        rig.decode_request(request, token)
     assert sizes == [2]
     rig.idle(1)
     assert sizes[1] == 2 * IDLE_CONTENT_FACTOR
@@ -422,6 +425,44 @@ def test_a_busy_server_sweeps_in_every_nth_step_and_an_idle_one_in_each_tick() -
     rig.idle(4)
     assert len(sizes) - before == 4
     assert rig.settle() == []
+
+
+@pytest.mark.parametrize("decodes_between", [0, 1])
+def test_around_prefills_a_part_that_is_due_waits_a_bounded_number_of_steps(
+    decodes_between: int,
+) -> None:
+    """There the device waits for the host. Prefills that never stop must not stop the sweep."""
+    steps, parts = _steps_and_parts(decodes_between)
+    assert [step for step, part in enumerate(parts) if part] == list(range(5, steps, 6))
+
+
+def test_a_part_that_is_due_comes_with_the_next_decode_behind_a_decode() -> None:
+    steps, parts = _steps_and_parts(decodes_between=2)
+    assert [step % 3 for step, part in enumerate(parts) if part] == [2] * (steps // 3)
+
+
+def _steps_and_parts(decodes_between: int) -> tuple[int, list[bool]]:
+    """Prefills with so many decodes between them: the number of steps, and which of them had a part of a sweep."""
+    rig = SweptRig(sweep_budget_slots=1, sweep_every_n_steps=3, content=ContentMode.NONE)
+    for i in range(20):
+        rig.serve([1000 + i, *PROMPT])
+    rig.passes(1)
+    while rig.sweep.is_between_passes:
+        rig.idle(1)
+    sizes: list[int] = []
+    rig.manager.launcher = _Spy(rig.manager.launcher, sizes)
+    parts: list[bool] = []
+    for number in range(8):
+        before = len(sizes)
+        request = rig.admit([2000 + number, 2, 3, 4])
+        parts.append(len(sizes) > before)
+        for token in range(decodes_between):
+            before = len(sizes)
+            rig.decode_request(request, token)
+            parts.append(len(sizes) > before)
+        rig.finish(request)
+    assert rig.settle() == []
+    return len(parts), parts
 
 
 class _Spy:

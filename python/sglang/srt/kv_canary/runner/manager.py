@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMIND_EVERY_S = 600.0  # while forwards are not checked
+_DECODES = frozenset(("DECODE", "TARGET_VERIFY"))  # SGLang's names
 MOST_UNSEEN = 64  # results since the last forward that was seen; pipelines and overlap have a few
 
 
@@ -141,6 +142,7 @@ class CanaryManager:
         self.rearmed_at = 0  # see `Observed`
         self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
+        self._decodes_in_a_row = 0
         self.unseen_results = 0  # that were taken up since the last forward
         self.clock: HostClock = HOST.HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
@@ -551,6 +553,7 @@ class CanaryManager:
 
     def _note_launch(self, mode: str) -> int:
         self.forward_ct += 1
+        self._decodes_in_a_row = self._decodes_in_a_row + 1 if mode in _DECODES else 0
         name = mode if self.identity.role == "target" else f"{self.identity.role} {mode}"
         self.recorder.note_forward(self.forward_ct, name)
         return self.forward_ct
@@ -940,6 +943,11 @@ class CanaryManager:
                 self.identity.role,
                 "in each step" if self._ends_at_once else "now and then",
             )
+
+    @property
+    def host_has_time(self) -> bool:
+        """Whether the last forward is a decode behind a decode. Around a prefill the device waits for the host."""
+        return self._decodes_in_a_row > 1
 
     @property
     def publishes(self) -> bool:

@@ -40,6 +40,7 @@ class Observed(Protocol):
     armed: bool
     rearmed_at: int  # the last forward of the last capture, which had no checks
     publishes: bool  # what the device finds is known without a copy of the counters
+    host_has_time: bool  # this step launched a decode behind a decode, so the host is likely to wait for the device
     serving: bool
     schedule_stream: Any | None
     radix_cache: Any | None

@@ -117,9 +117,10 @@ class SweepOrchestrator(StepObserver):
     """Starts a pass every `interval` ticks and drives it, chunk by chunk.
 
     A tick is a step. When the server is idle, it is an idle tick of the scheduler (every 10 ms), so passes go on
-    without any request. Between two chunks of a pass, `sweep_every_n_steps` steps go by, but no idle ticks. If a pass
-    takes longer than the interval, the next one follows at once. After a list that a tree made at once, none begins
-    until that list took LISTING_SHARE of the time.
+    without any request. Between two chunks of a pass, `sweep_every_n_steps` steps go by, but no idle ticks. Around a
+    prefill the device waits for the host. So a chunk that is due waits for a decode behind a decode, for as many steps
+    at most. If a pass takes longer than the interval, the next one follows at once. After a list that a tree made at
+    once, none begins until that list took LISTING_SHARE of the time.
 
     Target runners only: a draft pool's slots in the prefix cache may never have been written.
     """
@@ -170,6 +171,8 @@ class SweepOrchestrator(StepObserver):
 
     def after_forwards(self, manager: Observed) -> bool:
         due = self._next_start if self._pass is None else self._next_chunk
+        if not manager.host_has_time:
+            due += self._config.sweep_every_n_steps  # unless a decode behind a decode comes first
         if self._tick + 1 < due and not self._closing and manager.armed:  # as in most steps
             self._tick += 1
             return False
