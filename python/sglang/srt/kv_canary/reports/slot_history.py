@@ -98,7 +98,8 @@ class SlotHistory:
         if not self._cuda:
             self._arrived = self._written
             return
-        self._take_arrived()
+        if len(self._copies.waiting) >= MOST_COPIES:  # to ask takes as long as to record one
+            self._take_arrived()
         if len(self._copies.waiting) < MOST_COPIES:
             self._copies.add(self._written, slots)
 

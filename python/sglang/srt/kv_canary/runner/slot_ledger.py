@@ -122,7 +122,7 @@ class SlotLedger:
     @property
     def may_apply(self) -> bool:
         """Whether `apply` has anything to do. Allocations alone wait, so in many steps it has nothing."""
-        must = self._must_apply or self._landed or self._borrowed.waiting
+        must = self._must_apply or self._landed
         return bool(must) or len(self._events) >= MAX_WAITING_ALLOCS
 
     @property
