@@ -14,6 +14,7 @@ from sglang_kv_canary.plan.expected_inputs import (
     ExpectedTokens,
     KnownTokens,
     ListMemory,
+    Lists,
     RowStart,
     views_of,
     words_of_lists,
@@ -51,14 +52,16 @@ def test_lists_that_fit_need_no_memory_of_their_own():
     """Each forward's go over those of the one before; longer ones stand elsewhere."""
     known = [KnownTokens(4, list(range(TAIL_TOKENS + 8))), KnownTokens(0, [7])]
     memory = ListMemory(words_of_lists(2, 0), kernel_device())
+    places = {memory.words.data_ptr(), *(part.address for part in memory._parts)}
     for lists in (known, known[::-1], KNOWN[0]):
         expected = ExpectedTokens.from_lists(lists, kernel_device(), memory)
-        assert expected.spans.data_ptr() == expected.tokens.data_ptr() == memory.words.data_ptr()
+        assert expected.spans.data_ptr() == expected.tokens.data_ptr()
+        assert expected.spans.data_ptr() in places
         assert _found(expected) == lists
     longer = [*known, KnownTokens(0, list(range(TAIL_TOKENS)))]
     expected = ExpectedTokens.from_lists(longer, kernel_device(), memory)
     assert _found(expected) == longer
-    assert memory.words.data_ptr() != expected.spans.data_ptr()
+    assert expected.spans.data_ptr() not in places
 
 
 class _Event:
@@ -77,10 +80,11 @@ class _Part:
     def __init__(self, memory: ListMemory) -> None:
         pinned = torch.zeros_like(memory.words)
         self.address, self.views, self.done = pinned.data_ptr(), views_of(pinned), _Event()
+        self.lists = Lists(pinned)
 
 
 def _memory_with_parts(monkeypatch, words):
-    """As on a GPU, where a copy is over when its event says so."""
+    """As on a GPU, where parts are free when their events say so."""
     memory = ListMemory(words, "cpu")
     memory._parts = [_Part(memory) for _ in range(TURNS)]
     packed = expected_inputs._packed
@@ -91,39 +95,67 @@ def _memory_with_parts(monkeypatch, words):
     return memory
 
 
-def test_lists_on_their_way_to_the_device_are_left_alone(monkeypatch):
+def _is_in_place(memory, found):
+    return found.tokens.data_ptr() in {part.address for part in memory._parts}
+
+
+@pytest.mark.parametrize("most_in_place", [0, 100])
+def test_lists_that_the_device_may_read_are_left_alone(monkeypatch, most_in_place):
+    monkeypatch.setattr(expected_inputs, "MOST_WORDS_IN_PLACE", most_in_place)
     memory = _memory_with_parts(monkeypatch, words_of_lists(1, 8))
     lists = [[KnownTokens(0, [number])] for number in range(2 * TURNS + 1)]
     for known in lists[:TURNS]:
         found = ExpectedTokens.from_lists(known, "cpu", memory)
-        assert found.tokens is memory.tokens
+        assert _is_in_place(memory, found) == bool(most_in_place)
         assert _found(found) == known
     # The device has read none of them yet.
-    assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
+    assert [int(part.lists.tokens[10]) for part in memory._parts] == [3, 0, 1, 2]
     found = ExpectedTokens.from_lists(lists[TURNS], "cpu", memory)
     assert _found(found) == lists[TURNS]
     # An allocation on the device would move SGLang's activations.
-    assert found.tokens is memory.tokens
-    assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
+    assert found.tokens.data_ptr() == memory.words.data_ptr()
+    assert [int(part.lists.tokens[10]) for part in memory._parts] == [3, 0, 1, 2]
     for part in memory._parts:
         part.done.is_over = True
     for known in lists[TURNS + 1 :]:
         found = ExpectedTokens.from_lists(known, "cpu", memory)
-        assert found.tokens is memory.tokens
+        assert _is_in_place(memory, found) == bool(most_in_place)
         assert _found(found) == known
 
 
+def test_a_part_is_in_use_until_all_that_was_queued_before_the_next_lists_has_run(monkeypatch):
+    """HEAD and TAIL read it. Their launches come after `put`, and so does the event."""
+    memory = _memory_with_parts(monkeypatch, words_of_lists(1, 8))
+    queued = []
+    monkeypatch.setattr(expected_inputs, "record", lambda event, _: queued.append(event))
+    for number in range(3):
+        queued.append(f"put {number}")
+        ExpectedTokens.from_lists([KnownTokens(0, [number])], "cpu", memory)
+        queued.append(f"readers of {number}")
+    parts = memory._parts
+    assert queued == [
+        *("put 0", "readers of 0"),
+        *("put 1", parts[1].done, "readers of 1"),
+        *("put 2", parts[2].done, "readers of 2"),
+    ]
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 100, 101, 102])
-def test_lists_of_any_length_are_copied_whole(monkeypatch, tokens):
+@pytest.mark.parametrize("most_in_place", [0, 40, 1000])
+def test_lists_of_any_length_arrive_whole(monkeypatch, tokens, most_in_place):
+    monkeypatch.setattr(expected_inputs, "MOST_WORDS_IN_PLACE", most_in_place)
     memory = _memory_with_parts(monkeypatch, words_of_lists(0, 102) + SPAN_WORDS)
     known = [KnownTokens(0, list(range(1, tokens + 1)))]
     found = ExpectedTokens.from_lists(known, "cpu", memory)
-    assert found.tokens is memory.tokens
+    assert _is_in_place(memory, found) == (SPAN_WORDS + (tokens + 1) // 2 <= most_in_place)
     assert _found(found) == known
 
 
 @needs_gpu
-def test_a_busy_gpu_gets_each_forwards_lists():
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_busy_gpu_gets_each_forwards_lists(monkeypatch, in_place):
+    if not in_place:
+        monkeypatch.setattr(expected_inputs, "MOST_WORDS_IN_PLACE", 0)
     memory = ListMemory(words_of_lists(1, 8), "cuda")
     for busy in (1, 2_000_000_000):  # cycles: nothing, to load all kernels, and about a second
         torch.cuda.synchronize()
@@ -132,8 +164,13 @@ def test_a_busy_gpu_gets_each_forwards_lists():
         for number in range(3 * TURNS):
             known = [KnownTokens(number, [number, number + 1])]
             found = ExpectedTokens.from_lists(known, "cuda", memory)
-            assert found.tokens is memory.tokens
-            queued.append((known, ExpectedTokens(found.tokens.clone(), found.spans.clone())))
+            is_pinned = not found.tokens.is_cuda
+            assert in_place or not is_pinned
+            copies = [torch.empty_like(t, device="cuda") for t in (found.tokens, found.spans)]
+            for copy, lists in zip(copies, (found.tokens, found.spans), strict=True):
+                copy.copy_(lists, non_blocking=True)  # reads where it lies, when its turn comes
+            queued.append((known, ExpectedTokens(*copies)))
+        torch.cuda.synchronize()
         for known, found in queued:
             assert _found(found) == known
 

@@ -15,6 +15,7 @@ from ..host_code import HOST
 from ..host_code.twins import SPAN_WORDS
 
 TURNS = 4  # lists that may be on their way at once: a scheduler is ahead of the device by two forwards, as a rule
+MOST_WORDS_IN_PLACE = 2048  # 16 KiB, less than 1 us over PCIe 5.0 at half of its 63 GB/s
 TAIL_TOKENS = 32  # prefix tokens compared per request when the token check is `tail`
 
 
@@ -45,60 +46,77 @@ class KnownTokens(NamedTuple):
 
 
 class ListMemory:
-    """Memory on the device for the lists of one forward, which the next one's replace. Its views are made once.
+    """Memory for the lists of one forward, which the next one's replace. Its views are made once.
 
     On a GPU the host writes lists to pinned memory of its own, in TURNS parts that are used in turn: to ask torch for
-    pinned memory, and for views of it, takes longer than the copy.
+    pinned memory, and for views of it, takes longer than the copy. Kernels read short lists there, where they lie:
+    a copy takes the host longer than reading them over the bus takes the GPU.
     """
 
-    __slots__ = ("_parts", "_spans", "_turn", "_views", "tokens", "words")
+    __slots__ = ("_lists", "_parts", "_turn", "_unread", "_views", "words")
 
     def __init__(self, words: int, device: torch.device | str) -> None:
-        """`words`: of the lists of a forward, int64."""
+        """`words`: of the lists of a forward, int64, on the device."""
         self.words = torch.zeros(words, dtype=torch.int64, device=device)
-        self.tokens = self.words.view(torch.int32)
-        self._spans: dict[int, torch.Tensor] = {}  # by batch size
+        self._lists = Lists(self.words)
         self._views = views_of(self.words)
         self._parts = [_Part(words) for _ in range(TURNS)] if self.words.is_cuda else ()
         self._turn = 0
+        self._unread: _Part | None = None  # the last one: what reads it may not be queued yet
 
-    def put(self, known: list[KnownTokens], words: int) -> bool:
-        """Copy lists of `words` words here, in order of the current stream. Returns whether they fit.
+    def put(self, known: list[KnownTokens], words: int) -> Lists | None:
+        """Lists of `words` words, for what is queued on the current stream before the next lists are put.
 
-        They stay valid until the next lists are put. The host does not wait.
+        None: they do not fit. The host does not wait.
         """
         if words > self.words.shape[0]:
-            return False
+            return None
         if not self._parts:
             HOST.pack_lists(known, self.words.data_ptr(), words)
-            return True
+            return self._lists
+        if self._unread is not None:
+            record(self._unread.done, self.words)
+            self._unread = None
         part = self._parts[(self._turn + 1) % TURNS]
         if not part.done.query():  # all parts are on their way
             self.words[:words].copy_(_packed(known, words, pinned=True), non_blocking=True)
-            return True
-        self._turn = (self._turn + 1) % TURNS
+            return self._lists
+        self._turn, self._unread = (self._turn + 1) % TURNS, part
         HOST.pack_lists(known, part.address, words)
+        if words <= MOST_WORDS_IN_PLACE:
+            return part.lists
         size = (words - 1).bit_length()
         self._views[size].copy_(part.views[size], non_blocking=True)
-        record(part.done, self.words)
-        return True
+        return self._lists
+
+
+class Lists:
+    """Lists in `words`, int64[any], which begin with their spans."""
+
+    __slots__ = ("_spans", "_words", "tokens")
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+        self.tokens = words.view(torch.int32)
+        self._spans: dict[int, torch.Tensor] = {}  # by batch size
 
     def spans(self, batch_size: int) -> torch.Tensor:
         """int64[batch size, SPAN_WORDS], the first words."""
         found = self._spans.get(batch_size)
         if found is None:
-            found = self._spans[batch_size] = _spans_in(self.words, batch_size)
+            found = self._spans[batch_size] = _spans_in(self._words, batch_size)
         return found
 
 
 class _Part:
-    """Pinned memory of the host, the views of it that are copied, and what says that its copy is done."""
+    """Pinned memory of the host, the views of it that are copied, and what says that nothing reads it any more."""
 
-    __slots__ = ("address", "done", "views")
+    __slots__ = ("address", "done", "lists", "views")
 
     def __init__(self, words: int) -> None:
         pinned = torch.zeros(words, dtype=torch.int64, pin_memory=True)
         self.address, self.views = pinned.data_ptr(), views_of(pinned)
+        self.lists = Lists(pinned)
         self.done = torch.cuda.Event()
 
 
@@ -139,8 +157,8 @@ class ExpectedTokens:
     ) -> ExpectedTokens:
         """From one KnownTokens per request.
 
-        Lists that fit into `memory`, on `device`, are copied there, in order of the current stream. They stay valid
-        until the next lists are copied. A separate allocation would move SGLang's activations, which slows prefill by
+        Lists that fit into `memory`, of `device`, are put there, in order of the current stream. They stay valid
+        until the next lists are put. A separate allocation would move SGLang's activations, which slows prefill by
         0.25 %.
         """
         device = torch.device(device)
@@ -149,8 +167,9 @@ class ExpectedTokens:
             return cls.nothing(len(known), device)
         # One copy for both: it does not wait, but each copy costs host time.
         size = SPAN_WORDS * len(known) + max(1, (count + 1) // 2)
-        if memory is not None and memory.put(list(known), size):
-            return cls(memory.tokens, memory.spans(len(known)))
+        lists = None if memory is None else memory.put(list(known), size)
+        if lists is not None:
+            return cls(lists.tokens, lists.spans(len(known)))
         host = _packed(list(known), size, device.type == "cuda")
         packed = host.to(device, non_blocking=True)
         return cls(packed.view(torch.int32), _spans_in(packed, len(known)))
