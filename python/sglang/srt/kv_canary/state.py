@@ -13,7 +13,7 @@ from .buffer_group import CanaryBufferGroup
 from .capacities import CanaryLaunchCapacities
 from .endpoint import NUM_TAGS
 from .plan.expected_inputs import ListMemory, words_of_lists
-from .plan.kept_inputs import InputMemory, words_of_inputs
+from .plan.kept_inputs import InputMemory
 from .pool_kind import PoolKind
 from .record import (
     ROW_WORD_CHAIN,
@@ -190,7 +190,7 @@ class CanaryDeviceState:
             ),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
             token_lists=ListMemory(words_of_lists(*sizes), device),
-            inputs=InputMemory(words_of_inputs(capacities.max_extend_tokens), done),
+            inputs=InputMemory(capacities.max_extend_tokens, done),
             row_memory=RowMemory.allocate(capacities.max_request_rows, device),
             capacities=capacities,
         )

@@ -56,7 +56,7 @@ _SGLANG = (
 _CANARY = (
     "wiring.scheduler._begin_step",
     "wiring.scheduler.write_late_content",
-    "plan.kept_inputs.InputMemory.keep",
+    "single_forward_manager.late_head.LateHead.take",
     "wiring.record_sender.await_content",
     "wiring.model_runner.update_anchors",
     "wiring.model_runner.expected_tokens_of",

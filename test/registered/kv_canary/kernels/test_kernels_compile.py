@@ -138,6 +138,8 @@ for kind in (SlotEventKind.ALLOC, SlotEventKind.UNFILL):
 triton_backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state)
 triton_backend.copy_records(group, listed, listed)
 triton_backend.publish(state)
+for inputs in (listed, listed.int()):
+    triton_backend.keep_inputs(inputs, inputs, inputs, state)
 
 AHEAD.target = 80  # its launches do not overlap, and its compiler knows no such thing
 state.prepared.clear()
@@ -161,6 +163,7 @@ KERNELS = {
     "slot_runs_kernel": volume(4, 5),
     "copy_kernel": 1,
     "publish_kernel": 2,
+    "keep_inputs_kernel": 1,
 }
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.config import ContentMode, TokenCheck
+from sglang_kv_canary.launch.warm_up import warm_up_inputs
 from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.page_table import PageTable
 from sglang_kv_canary.perturb.observer import _HeadDamage
 from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
-from sglang_kv_canary.plan.kept_inputs import InputMemory, words_of_inputs
 from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.single_forward_manager import Phase, head_can_wait, late_work
 from sglang_kv_canary.slot_event import RecordMove, SlotEventKind
@@ -177,8 +177,7 @@ def test_where_slots_are_looked_up_nothing_waits() -> None:
 def test_a_batch_that_is_larger_than_usual_has_it_before(
     scheduler: OverlapScheduler,
 ) -> None:
-    memory = scheduler.rig.manager.state.inputs
-    memory.words = memory.words[: words_of_inputs(LONG)]
+    scheduler.rig.manager.state.inputs.capacity = LONG
     assert order_of(scheduler, 1, LONG) == LATE
     assert order_of(scheduler, 2, LONG + 1)[-1] == "model"
 
@@ -285,8 +284,7 @@ def pages_have_moved(scheduler: OverlapScheduler) -> None:
 
 
 def inputs_do_not_fit(scheduler: OverlapScheduler) -> None:
-    memory = scheduler.rig.manager.state.inputs
-    memory.words = memory.words[: words_of_inputs(LONG - 1)]
+    scheduler.rig.manager.state.inputs.capacity = LONG - 1
     free_a_request(scheduler, 1)
 
 
@@ -627,40 +625,13 @@ def test_lists_that_do_not_reach_the_device_raise_no_false_alarm(
 def test_a_prefill_has_begun_when_its_inputs_are_kept(scheduler: OverlapScheduler) -> None:
     """What is loaded into slots meanwhile asks for it, see `LoadBack`."""
     state = scheduler.rig.manager.state
-    state.inputs.warm_up()
+    warm_up_inputs(scheduler.rig.manager.launcher)
     begun = [state.last_begun()]
     scheduler.rig.in_model = lambda _: begun.append(state.last_begun())
     for row, tokens in ((1, LONG), (2, SHORT), (3, LONG)):
         scheduler.process(scheduler.run(row, tokens))
         begun.append(state.last_begun())
     assert [int(forward) for forward in begun] == [0, 1, 1, 2, 2, 3, 3]
-
-
-def test_inputs_of_other_types_are_kept_as_numbers() -> None:
-    memory = InputMemory(words_of_inputs(4), torch.tensor([41], device=DEVICE))
-    ids, positions = torch.tensor([5, 6, -1]), torch.tensor([0, 1, 2], dtype=torch.int32)
-    slots = torch.tensor([9, 0, 8, 0, 7], dtype=torch.int32)[::2]
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=ids,
-        positions=positions,
-        out_cache_loc=slots,
-        req_pool_indices=torch.tensor([1]),
-        extend_prefix_lens=torch.tensor([0]),
-        extend_prefix_lens_cpu=[0],
-        extend_seq_lens=torch.tensor([3]),
-        extend_start_loc=torch.tensor([0]),
-    )
-    for name in ("input_ids", "positions", "out_cache_loc"):
-        setattr(batch, name, getattr(batch, name).to(DEVICE))
-    kept = memory.keep(batch).unpack()
-    ids.zero_()
-    assert kept.input_ids.tolist() == [5, 6, -1]
-    assert (kept.positions.tolist(), kept.out_cache_loc.tolist()) == ([0, 1, 2], [9, 8, 7])
-    assert memory.done_before.tolist() == [41]
-    batch.positions = batch.positions[:2]
-    assert memory.keep(batch) is None
 
 
 if __name__ == "__main__":

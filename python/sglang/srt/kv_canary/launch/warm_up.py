@@ -44,6 +44,14 @@ def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:
             launcher.note_next_tokens(rows, rows.to(dtype), counts, counts)
 
 
+def warm_up_inputs(launcher: Launcher) -> None:
+    """Inputs of one token, of no forward."""
+    state = launcher.state
+    token = torch.zeros(1, dtype=torch.int64, device=state.summary.device)
+    launcher.backend.keep_inputs(token, token, token, state)
+    state.inputs.begin_none()
+
+
 def warm_up_unfills(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
     """UNFILL of slot 0, with one of `dtypes` for each group."""
     for group, dtype in zip(launcher.groups, dtypes, strict=True):

@@ -63,6 +63,7 @@ class WritePlan:
     # int32[tokens], where attention stores the tokens in the SWA pool; None: unknown in advance. Only compared.
     swa_out_cache_loc: torch.Tensor | None = None
     scratch: bool = False
+    kept_tokens: int | None = None  # of longer inputs, see KeptInputs; None: all of out_cache_loc
 
 
 @dataclass(slots=True)
@@ -83,7 +84,8 @@ class ForwardPlan:
 
     def __post_init__(self) -> None:
         self.batch_size = self.verify.rows.shape[0]
-        self.num_tokens = self.write.out_cache_loc.shape[0]
+        kept = self.write.kept_tokens
+        self.num_tokens = self.write.out_cache_loc.shape[0] if kept is None else kept
         if self.verify.padded and self.write.ext_lens is not None:
             raise ValueError(
                 "a padded plan needs the same number of new tokens for each request (ext_lens None), got ext_lens "
@@ -301,6 +303,7 @@ class PlanInput:
             parents,
             swa_slots,
             scratch,
+            None if ext_lens is None else getattr(fb, "kept_tokens", None),
         )
         prefixes = None if ext_lens is None else getattr(fb, "extend_prefix_lens_cpu", None)
         may_have = prefixes is None or any(prefixes)

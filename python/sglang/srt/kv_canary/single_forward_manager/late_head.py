@@ -28,14 +28,19 @@ class LateHead:
     """Of one runner."""
 
     def __init__(self, launcher: Launcher) -> None:
-        self._memory = launcher.state.inputs
+        self._launcher = launcher
         self.can_wait = head_can_wait(launcher)
 
     def take(self, batch: ForwardBatch) -> KeptInputs | None:
         """What HEAD and TAIL of `batch` need after the layers. None: HEAD must run now."""
         if batch.extend_seq_lens is None or batch.extend_prefix_lens_cpu is None:
             return None
-        return self._memory.keep(batch)
+        launcher = self._launcher
+        kept = launcher.state.inputs.of(batch)
+        if kept is not None:
+            inputs = batch.input_ids, batch.positions, batch.out_cache_loc
+            launcher.backend.keep_inputs(*inputs, launcher.state)
+        return kept
 
 
 def head_can_wait(launcher: Launcher) -> bool:

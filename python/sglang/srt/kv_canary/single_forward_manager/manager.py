@@ -206,7 +206,7 @@ class SingleForwardManager:
     def _launch_late_head(self, inputs: KeptInputs, mode: str) -> ForwardPlan | None:
         """Returns the plan, which TAIL shares."""
         self._waiting = None
-        plan = invoke_plan(self._plan_input, inputs.unpack(), self._known())
+        plan = invoke_plan(self._plan_input, inputs, self._known())
         if plan is not None:
             plan = self._launch_head(plan, mode)
         return plan

@@ -25,6 +25,7 @@ from ..config import TokenCheck
 from ..kernels.triton.launch import one_batch_per_vector
 from ..launch.warm_up import (
     warm_up_fingerprints,
+    warm_up_inputs,
     warm_up_loads,
     warm_up_moves,
     warm_up_next_tokens,
@@ -226,7 +227,7 @@ def launches_of_target(
     if _moves_slots(args, page_size) or any(group.is_rebound for group in manager.groups):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int64)))
     if checks_may_wait(args) and head_can_wait(launcher):
-        launches.append(launcher.state.inputs.warm_up)
+        launches.append(partial(warm_up_inputs, launcher))
     if checks_may_wait(args) and content_can_wait(launcher):
         plan = next(prefills(args, 1, known=False).plans(manager.plan_input))
         launches.append(partial(launcher.write_content, plan))

@@ -17,6 +17,7 @@ from .content import (
     write_content,
 )
 from .forward import check_and_write
+from .inputs import keep_inputs
 from .loads import expose_late_writes, write_loaded
 from .next_tokens import note_next_tokens
 from .outbox import publish
@@ -36,6 +37,7 @@ __all__ = [
     "copy_records",
     "expose_late_writes",
     "finish_compiling",
+    "keep_inputs",
     "note_next_tokens",
     "prepare",
     "publish",

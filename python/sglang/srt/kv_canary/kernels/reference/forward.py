@@ -13,7 +13,7 @@ from ...pool_kind import PoolKind, Side
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from . import check, hashing, strided, tree
-from .host import array, longs, within
+from .host import array, within
 from .rows import Remembered, check_rows, remember, store_rows
 from .spans import (
     Launch,
@@ -21,6 +21,7 @@ from .spans import (
     copy_head,
     count_checked,
     entries_at,
+    new_slots,
     report_bad_requests,
     requests_of,
     visited_positions,
@@ -226,5 +227,5 @@ def _chains(ext, identity, seeds, parents) -> np.ndarray:
 
 def _write_tail(launch: Launch, half: str) -> int:
     """Copy what HEAD of this forward wrote."""
-    slots, reasons = check.translate(launch.group, longs(launch.plan.write.out_cache_loc))
+    slots, reasons = check.translate(launch.group, new_slots(launch.plan))
     return copy_head(launch, half, slots[reasons == 0])

@@ -197,8 +197,13 @@ def entries_at(plan: ForwardPlan, rows: np.ndarray, positions: np.ndarray) -> np
     return entries.astype(np.int64)
 
 
+def new_slots(plan: ForwardPlan) -> np.ndarray:
+    """Full slots int64[new tokens] of the forward. Its tensors may be longer, see `KeptInputs`."""
+    return longs(plan.write.out_cache_loc)[: plan.num_tokens]
+
+
 def completed_slots(plan: ForwardPlan, group: CanaryBufferGroup) -> np.ndarray:
     """Slots, in the group's slot space, that the forward's tokens complete."""
-    full_slots = longs(plan.write.out_cache_loc)
+    full_slots = new_slots(plan)
     slots, reasons = check.translate(group, full_slots)
     return slots[(reasons == 0) & (full_slots % group.stride == group.stride - 1)]

@@ -24,6 +24,7 @@ from .content import (
     write_content,
 )
 from .forward import check_and_write
+from .inputs import keep_inputs
 from .jit import settle_cache_keys
 from .kernel_launcher import CAN_SKIP
 from .loads import expose_late_writes, write_loaded
@@ -49,6 +50,7 @@ __all__ = [
     "copy_records",
     "expose_late_writes",
     "finish_compiling",
+    "keep_inputs",
     "note_next_tokens",
     "prepare",
     "publish",
