@@ -36,6 +36,7 @@ from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.environ import default_of
 from sglang_kv_canary.host_code import HOST, begin_to_compile
 from sglang_kv_canary.launch.warm_up import (
+    warm_up_joins,
     warm_up_next_tokens,
     warm_up_slot_events,
     warm_up_sweep,
@@ -180,6 +181,7 @@ class Server:
         launcher = rig.manager.launcher
         launches = (
             lambda: warm_up_slot_events(launcher, 1),
+            lambda: warm_up_joins(launcher, True),
             lambda: warm_up_next_tokens(launcher, False),
             lambda: warm_up_sweep(launcher),
         )

@@ -63,13 +63,19 @@ class EventQueue:
         record(done, tensor)
         self.waiting.append((done, value))
 
-    def take_done(self) -> Any | None:
-        """Let go of the values whose time is over. Returns the last of them, None without one."""
-        value = None
+    def take_each_done(self) -> list[Any]:
+        """Let go of the values whose time is over, and return them."""
+        values = []
         while self.waiting and self.waiting[0][0].query():
             done, value = self.waiting.popleft()
             self._spare.append(done)
-        return value
+            values.append(value)
+        return values
+
+    def take_done(self) -> Any | None:
+        """The same, but returns the last of them, None without one."""
+        values = self.take_each_done()
+        return values[-1] if values else None
 
 
 class OnStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
+from sglang_kv_canary.event_slots import SlotTable
 from sglang_kv_canary.kernels.triton import content
 from sglang_kv_canary.kernels.triton.jit import _Interpreted
 
@@ -37,8 +38,8 @@ def range_of(tensor: torch.Tensor) -> Range:
 class BoundsGuard:
     """Raises OutOfBoundsError, inside the launch, for a load, store or atomic outside of the launch's tensors.
 
-    Content rows are reached through addresses in a table, so the sources of every table made while it is installed
-    are allowed too.
+    Content rows, and slots that are joined, are reached through addresses in a table. So the sources of every table
+    that is made or filled while it is installed are allowed, too.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class BoundsGuard:
         self._rows: dict[int, list[Range]] = {}  # table's address -> its sources'
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        run, make_launch = _Interpreted.run, content._make_launch
+        run, make_launch, fill = _Interpreted.run, content._make_launch, SlotTable.fill
 
         def guarded_run(kernel: Any, *args: Any, **keywords: Any) -> Any:
             self._enter(kernel.__name__, args)
@@ -59,6 +60,11 @@ class BoundsGuard:
             self._rows[launch.table.data_ptr()] = [range_of(source.data) for source in sources]
             return launch
 
+        def noted_fill(table: SlotTable, lists: Sequence[torch.Tensor]) -> bool:
+            self._rows[table.words.data_ptr()] = [range_of(slots) for slots in lists]
+            return fill(table, lists)
+
+        monkeypatch.setattr(SlotTable, "fill", noted_fill)
         monkeypatch.setattr(_Interpreted, "run", guarded_run)
         monkeypatch.setattr(content, "_make_launch", noted_launch)
         for what in ACCESSES:

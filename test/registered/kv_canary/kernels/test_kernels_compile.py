@@ -57,6 +57,7 @@ def compile_only(self, *args, grid, warmup, **keywords):
 JITFunction.run = compile_only
 
 from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.event_slots import SlotTable
 from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import triton as triton_backend
@@ -141,6 +142,11 @@ triton_backend.publish(state)
 for inputs in (listed, listed.int()):
     triton_backend.keep_inputs(inputs, inputs, inputs, state)
 
+table = SlotTable(pinned=False)
+table.fill([listed])
+for ring in (None, listed):
+    triton_backend.join_slots(table, listed, ring, 3)
+
 AHEAD.target = 80  # its launches do not overlap, and its compiler knows no such thing
 state.prepared.clear()
 triton_backend.check_and_write(decode, group, Side.TAIL, state)
@@ -164,6 +170,7 @@ KERNELS = {
     "copy_kernel": 1,
     "publish_kernel": 2,
     "keep_inputs_kernel": 1,
+    "join_slots_kernel": 2,
 }
 
 

@@ -108,7 +108,7 @@ def test_events_of_borrowed_tensors_are_recorded_again(device: Device) -> None:
     _end(borrowed, 0)
     borrowed.keep(tensors[2])
     borrowed.take_done()
-    assert [kept for _, kept in borrowed.waiting] == tensors[1:3]
+    assert [kept for _, (kept, _) in borrowed.waiting] == tensors[1:3]
     assert device.calls.count("new event") == 2
     borrowed.keep(tensors[3])
     assert device.calls.count("new event") == 3  # the others are under way

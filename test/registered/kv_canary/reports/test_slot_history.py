@@ -491,7 +491,7 @@ def test_churn_under_overlap_is_clean_and_bounded() -> None:
         rig.decode([row])
     assert rig.settle() == []
     history = rig.history
-    assert history._written > 4096 > 0
+    assert history.written > 4096 > 0
     assert len(history._kept) <= slot_history.MAX_EVENTS
     assert len(call_site._stacks) < 200
 

@@ -20,8 +20,10 @@ from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.slot_history import SlotHistory
+from sglang_kv_canary.runner.borrowed_tensors import BorrowedTensors
+from sglang_kv_canary.runner.joined_slots import MOST_SLOTS, TABLES
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
-from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.slot_event import CallSite, SlotEventKind
 from sglang_kv_canary.state import CanaryDeviceState
 from sglang_kv_canary_rigs.kernel_cases import SIDES, kernel_device, make_group, make_state
 from sglang_kv_canary_rigs.volume import volume
@@ -89,7 +91,7 @@ def test_merged_events_do_what_single_ones_do(
     assert reported(states[1]) == reported(states[0])
 
 
-def test_a_step_that_evicts_is_one_launch_one_join_and_one_copy(
+def test_a_step_that_evicts_is_two_launches_and_nothing_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However often the allocator was called, and by whatever turns."""
@@ -104,13 +106,12 @@ def test_a_step_that_evicts_is_one_launch_one_join_and_one_copy(
 
         monkeypatch.setattr(of, name, call)
 
-    counted(torch, "cat", "join")
-    counted(SlotHistory, "_copy_slots", "copy")
+    counted(torch, "cat", "torch")
+    counted(SlotHistory, "_copy_slots", "torch")
     counted(KernelLauncher, "__call__", "launch")
     device = kernel_device()
     history = SlotHistory(1024, str(device), [])
     ledger = SlotLedger(triton_backend, (live_group(device),), make_state(device), history)
-    once = {"join": 1, "copy": 1, "launch": 1}
     for turns in ([ALLOC, FREE, ALLOC], [FREE], [FREE, ALLOC, FREE, ALLOC, FREE]):
         calls.clear()
         for kind in turns:
@@ -118,7 +119,93 @@ def test_a_step_that_evicts_is_one_launch_one_join_and_one_copy(
                 slots = torch.arange(first, first + 4, device=device)
                 ledger.record(kind, PoolKind.FULL, slots, 1, 1, (4, 0, None))
         assert ledger.apply() == 1
-        assert {what: calls.count(what) for what in calls} == once
+        assert (
+            calls == ["launch"] * 2
+        )  # one joins the slots, also for the history, one applies them
+
+
+class _Event:
+    """Stands in for a CUDA event, which a CPU does not have."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+class _Queue:
+    """A ledger whose launches run when `end` says so, as on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def keep(borrowed: BorrowedTensors, tensors: Any, beside: Any = None) -> bool:
+            borrowed.waiting.append((_Event(), (tensors, beside)))
+            return True
+
+        monkeypatch.setattr(BorrowedTensors, "keep", keep)
+        self.history = SlotHistory(4096, "cpu", [CallSite("", ("f",))])
+        self.ledger = SlotLedger(reference, (live_group(HOST),), make_state(HOST), self.history)
+
+    def free_and_hand_out(self, slot: int, dtype: torch.dtype = torch.int64) -> None:
+        for kind in (FREE, ALLOC):
+            slots = torch.tensor([slot], dtype=dtype)
+            self.ledger.record(kind, PoolKind.FULL, slots, 1, 1, (1, 0, f"request {slot}"))
+        assert self.ledger.apply() == 1
+
+    def end(self, count: int) -> None:
+        for event, _ in list(self.ledger._borrowed.waiting)[:count]:
+            event.is_over = True
+
+    def known(self, slot: int) -> list[SlotEventKind]:
+        self.history.catch_up()
+        return [moment.kind for moment in self.history.of(PoolKind.FULL, slot)]
+
+
+def test_the_history_knows_slots_once_the_launch_that_joins_them_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = _Queue(monkeypatch)
+    for slot in (3, 4, 5):
+        queue.free_and_hand_out(slot)
+    assert [queue.known(slot) for slot in (3, 4, 5)] == [[], [], []]
+    queue.end(2)
+    assert [queue.known(slot) for slot in (3, 4, 5)] == [[FREE, ALLOC], [FREE, ALLOC], []]
+    queue.end(3)
+    assert queue.known(5) == [FREE, ALLOC]
+
+
+def test_while_the_device_reads_all_tables_torch_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, joined = _Queue(monkeypatch), []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors: joined.append(len(tensors)) or cat(tensors))
+    for round_ in range(TABLES):
+        queue.free_and_hand_out(1 + round_)
+    assert not joined
+    queue.free_and_hand_out(1 + TABLES)
+    assert joined == [2]
+    queue.end(1)
+    queue.free_and_hand_out(2 + TABLES)
+    assert joined == [2]
+    queue.free_and_hand_out(3 + TABLES)
+    assert joined == [2, 2]
+    queue.end(100)
+    assert all(queue.known(1 + i) == [FREE, ALLOC] for i in range(TABLES + 3))
+    queue.ledger.apply()
+    assert len(queue.ledger._joins._tables) == TABLES
+
+
+def test_slots_that_a_table_cannot_list_are_joined_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = _Queue(monkeypatch)
+    queue.free_and_hand_out(3, torch.int16)
+    assert len(queue.ledger._joins._tables) == TABLES
+    queue.end(1)
+    assert queue.known(3) == [FREE, ALLOC]
+    many = torch.arange(1, MOST_SLOTS + 2) % SLOTS
+    queue.ledger.record(ALLOC, PoolKind.FULL, many, 1, 1, (len(many), 0, None))
+    assert queue.ledger.apply(at_once=True) == 1
+    assert len(queue.ledger._joins._tables) == TABLES
 
 
 if __name__ == "__main__":

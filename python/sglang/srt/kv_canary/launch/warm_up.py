@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ..config import ContentMode
+from ..event_slots import SlotTable
 from ..plan.plan_input import SweepVerifyPlan
 from ..record import RECORD_WORDS
 from ..slot_event import SlotEventKind
@@ -30,6 +31,18 @@ def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
         backend.apply_slot_event(SlotEventKind.ALLOC, slots, group, state, page_size)
         # Nothing is live yet, so clearing changes nothing.
         backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state, page_size)
+
+
+def warm_up_joins(launcher: Launcher, keeps_history: bool) -> None:
+    """Joins slot 0 with nothing, into memory that is given back."""
+    slot = torch.zeros(1, dtype=torch.int64, device=launcher.state.summary.device)
+    table, joined = SlotTable(slot.is_cuda), torch.zeros_like(slot)
+    table.fill([slot])
+    ring = torch.zeros(1, dtype=torch.int64, pin_memory=slot.is_cuda)
+    for kept in (None, ring) if keeps_history else (None,):
+        launcher.backend.join_slots(table, joined, kept)
+    if slot.is_cuda:
+        torch.cuda.synchronize(slot.device)  # the launches read and write memory of the host
 
 
 def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:

@@ -1,7 +1,7 @@
 """A bounded host ring of what the allocators did with each slot: who handed it out, who freed it, and when.
 
-The slots of a step's events go to pinned memory in one asynchronous copy, in the order of the forward stream. Nothing
-is searched before a report asks.
+The slots of a step's events go to pinned memory by the launch that joins them, in the order of the forward stream.
+Nothing is searched before a report asks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ MAX_SHOWN = 6  # newest moments of a slot
 # An event without its tensors: kind, pool kind (both as values), page size, step, and then its SlotCalls.
 _Kept = tuple[int | str | None, ...]
 _CALLS = 4  # where they begin
+_CALLS_OF = attrgetter("calls")  # of an event
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class SlotHistory:
         """`sites`: the call sites by their numbers. It may grow."""
         self._sites = sites
         self._cuda = torch.device(device).type == "cuda"
-        self._ring = torch.zeros(capacity, dtype=torch.int64, pin_memory=self._cuda)
+        self.ring = torch.zeros(capacity, dtype=torch.int64, pin_memory=self._cuda)
         self._kept: deque[_Kept] = deque(maxlen=MAX_EVENTS)
-        self._written = 0  # slots so far; the ring has the newest ones
+        self.written = 0  # slots so far; the ring has the newest ones
         self._arrived = 0  # of them, slots whose copy is known to be complete
         # Copies under way: slots by then. A prefill's copy ends with its layers, after the next step has queued its own
         self._copies = EventQueue()
@@ -60,7 +62,7 @@ class SlotHistory:
     @property
     def nbytes(self) -> int:
         """Host memory of the ring."""
-        return self._ring.nbytes
+        return self.ring.nbytes
 
     def forget(self) -> None:
         """An event was lost. What came before it would look like all that happened."""
@@ -75,39 +77,58 @@ class SlotHistory:
         known = [event for event in events if event.calls]
         if slots is None or len(known) < len(events):
             slots = slots_of(known)
-        self._index = None
-        self._kept.extend(
-            [(e.kind._value_, e.pool_kind._value_, e.page_size, e.step, *e.calls) for e in known]
-        )
+        self._note(known)
         if slots is not None:
             self._copy_slots(slots)
 
+    def begin(self, events: Sequence[SlotEvent], count: int) -> int | None:
+        """Keep events, whose `count` slots in all a launch copies to `ring`. Returns where the first one goes there.
+
+        `note_arrived` must be told when that has run. None: their slots are to be kept by `keep`.
+        """
+        capacity = self.ring.shape[0]
+        if count > capacity or not all(map(_CALLS_OF, events)):
+            return None
+        self._note(events)
+        position, self.written = self.written, self.written + count
+        return position % capacity
+
+    def note_arrived(self, written: int) -> None:
+        """The ring has the first `written` slots."""
+        self._arrived = max(self._arrived, written)
+
+    def _note(self, events: Sequence[SlotEvent]) -> None:
+        self._index = None
+        self._kept.extend(
+            [(e.kind._value_, e.pool_kind._value_, e.page_size, e.step, *e.calls) for e in events]
+        )
+
     def _copy_slots(self, slots: torch.Tensor) -> None:
-        capacity = self._ring.shape[0]
-        position, self._written = self._written, self._written + slots.shape[0]
+        capacity = self.ring.shape[0]
+        position, self.written = self.written, self.written + slots.shape[0]
         if slots.shape[0] > capacity:
-            slots, position = slots[-capacity:], self._written - capacity
+            slots, position = slots[-capacity:], self.written - capacity
         room = capacity - position % capacity
         for part in (slots,) if slots.shape[0] <= room else (slots[:room], slots[room:]):
             at = position % capacity
-            self._ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
+            self.ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
             position += part.shape[0]
         self._note_copy(slots)
 
     def _note_copy(self, slots: torch.Tensor) -> None:
         if not self._cuda:
-            self._arrived = self._written
+            self.note_arrived(self.written)
             return
         if len(self._copies.waiting) >= MOST_COPIES:  # to ask takes as long as to record one
             self._take_arrived()
         if len(self._copies.waiting) < MOST_COPIES:
-            self._copies.add(self._written, slots)
+            self._copies.add(self.written, slots)
 
     def _take_arrived(self) -> None:
         """Take up the copies that are over, which are all on the forward stream. Never waits."""
         arrived = self._copies.take_done()
         if arrived is not None:
-            self._arrived = arrived
+            self.note_arrived(arrived)
 
     def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:
         """The newest MAX_SHOWN events of a slot of the allocator of `kind`, oldest first. Never waits."""
@@ -140,8 +161,8 @@ class SlotHistory:
         if self._index is None or self._index.arrived != self._arrived:
             kept = list(self._kept)
             counts = np.array([_count(event) for event in kept], dtype=np.int64)
-            starts = self._written - counts[::-1].cumsum()[::-1]
-            first = np.searchsorted(starts, self._written - self._ring.shape[0])
+            starts = self.written - counts[::-1].cumsum()[::-1]
+            first = np.searchsorted(starts, self.written - self.ring.shape[0])
             end = np.searchsorted(starts + counts, self._arrived, side="right")
             kept = kept[first:end]
             clears = np.flatnonzero(counts[first:end] == 0).tolist()
@@ -150,12 +171,12 @@ class SlotHistory:
 
     def _positions(self, page_size: int, slot: int) -> Iterable[tuple[int, int]]:
         """(position, slot) of the slots of the page of `slot` in the ring, in the order of their events."""
-        ring, capacity = self._ring.numpy(), self._ring.shape[0]
-        ring = ring[: min(capacity, self._written)]
+        ring, capacity = self.ring.numpy(), self.ring.shape[0]
+        ring = ring[: min(capacity, self.written)]
         is_in_page = ring == slot if page_size == 1 else ring // page_size == slot // page_size
         found = np.flatnonzero(is_in_page)
-        turn = self._written - self._written % capacity
-        positions = found + np.where(found < self._written % capacity, turn, turn - capacity)
+        turn = self.written - self.written % capacity
+        positions = found + np.where(found < self.written % capacity, turn, turn - capacity)
         order = np.argsort(positions)
         return zip(positions[order].tolist(), ring[found[order]].tolist(), strict=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,7 +13,12 @@ from ..cuda_streams import EventQueue
 class BorrowedTensors(EventQueue):
     """As `Tensor.record_stream`, but one event serves many tensors, and no allocation has to ask for it."""
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Until what is queued on the current stream has run, and `take_done` is called."""
-        if tensors and tensors[0].is_cuda:
-            self.add(tensors, tensors[0])
+    def keep(self, tensors: Sequence[torch.Tensor], beside: Any = None) -> bool:
+        """Until what is queued on the current stream has run, and `take_each_done` is called, which has `beside`.
+
+        False: they are tensors of a CPU, and nothing is queued.
+        """
+        if not (tensors and tensors[0].is_cuda):
+            return False
+        self.add((tensors, beside), tensors[0])
+        return True

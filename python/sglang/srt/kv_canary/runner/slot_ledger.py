@@ -9,13 +9,13 @@ from types import ModuleType
 import torch
 
 from ..buffer_group import CanaryBufferGroup
-from ..event_slots import slots_of
 from ..load_back import Landed, LoadBack
 from ..pool_kind import PoolKind
 from ..reports.slot_history import SlotHistory
 from ..slot_event import MOST_CALLS, RecordMove, SlotCalls, SlotEvent, SlotEventKind
 from ..state import CanaryDeviceState
 from .borrowed_tensors import BorrowedTensors
+from .joined_slots import JoinedSlots, Joining
 
 # ALLOC events alone change nothing for a correct reader, so they wait for a FREE, up to this many.
 MAX_WAITING_ALLOCS = 64
@@ -47,6 +47,8 @@ class SlotLedger:
         if history is not None:
             history.catch_up = self.tell_history
         self._borrowed = BorrowedTensors()
+        self._joins = JoinedSlots(backend, state.summary.device)
+        self._joining: Joining | None = None  # of the events that are being applied
         self._told = 0  # waiting events that the history has
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[_Event] = []
@@ -138,6 +140,7 @@ class SlotLedger:
 
     def tell_history(self) -> None:
         """Give the history what waits: allocations may wait for long. On the current stream."""
+        self._let_go()
         new = self._untold()
         if not new:
             return
@@ -153,9 +156,9 @@ class SlotLedger:
 
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
-        self._borrowed.take_done()
         if not self.due and not (at_once and self._events and self.complete):
             return 0
+        self._let_go()
         if self._told:
             self.tell_history()
         untold = self._history is not None and not self._told
@@ -166,8 +169,20 @@ class SlotLedger:
         try:
             launches += self._apply_in_order(events, untold)
         finally:  # what is queued reads them even if a later launch fails
-            self._borrowed.keep(list(_slots_of(events)))
+            self._borrow(list(_slots_of(events)))
         return launches
+
+    def _borrow(self, tensors: list[torch.Tensor]) -> None:
+        """What is queued reads these, and what joins them."""
+        joining, self._joining = self._joining, None
+        if not self._borrowed.keep(tensors, joining) and joining is not None:
+            self._joins.give_back(joining, self._history)
+
+    def _let_go(self) -> None:
+        """Of what queued work has read. Never waits."""
+        for _, joining in self._borrowed.take_each_done():
+            if joining is not None:
+                self._joins.give_back(joining, self._history)
 
     def _expose_late_writes(self) -> int:
         """Of loads whose bytes are there. Returns the number of launches."""
@@ -189,9 +204,7 @@ class SlotLedger:
         if len(kinds) > 1:
             events = [event for kind in kinds for event in events if event.pool_kind is kind]
         listed = [event for event in events if type(event) is SlotEvent]
-        slots = slots_of(listed)
-        if untold:
-            self._history.keep(listed, slots)
+        slots, self._joining = self._joins.of(listed, self._history if untold else None)
         launches = start = 0  # `start`: of the next event's slots
         for (kind, _), alike in groupby(events, _takes_turns):
             group = list(alike)

@@ -26,6 +26,7 @@ from ..kernels.triton.launch import one_batch_per_vector
 from ..launch.warm_up import (
     warm_up_fingerprints,
     warm_up_inputs,
+    warm_up_joins,
     warm_up_loads,
     warm_up_moves,
     warm_up_next_tokens,
@@ -222,6 +223,7 @@ def launches_of_target(
     drafts = SpeculationShape.from_server_args(args).draft_tokens > 1
     launches = [
         partial(warm_up_slot_events, launcher, page_size),
+        partial(warm_up_joins, launcher, manager.config.history_slots > 0),
         partial(warm_up_next_tokens, launcher, drafts),
     ]
     if _moves_slots(args, page_size) or any(group.is_rebound for group in manager.groups):
@@ -247,7 +249,10 @@ def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     launcher = manager.launcher
     page_size = draft_runner_of(worker).token_to_kv_pool_allocator.page_size
     args = release().settled(worker.server_args)
-    launches = [partial(warm_up_slot_events, launcher, page_size)]
+    launches = [
+        partial(warm_up_slot_events, launcher, page_size),
+        partial(warm_up_joins, launcher, False),
+    ]
     if not _is_v2(worker) or manager.arrivals is not None or args.enable_hierarchical_cache:
         launches.append(partial(warm_up_unfills, launcher, _slot_types(manager, torch.int64)))
     # The last page of each branch

@@ -18,6 +18,7 @@ from .content import (
 )
 from .forward import check_and_write
 from .inputs import keep_inputs
+from .joined_slots import join_slots
 from .loads import expose_late_writes, write_loaded
 from .next_tokens import note_next_tokens
 from .outbox import publish
@@ -37,6 +38,7 @@ __all__ = [
     "copy_records",
     "expose_late_writes",
     "finish_compiling",
+    "join_slots",
     "keep_inputs",
     "note_next_tokens",
     "prepare",

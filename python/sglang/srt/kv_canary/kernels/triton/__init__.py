@@ -26,6 +26,7 @@ from .content import (
 from .forward import check_and_write
 from .inputs import keep_inputs
 from .jit import settle_cache_keys
+from .joined_slots import join_slots
 from .kernel_launcher import CAN_SKIP
 from .loads import expose_late_writes, write_loaded
 from .next_tokens import note_next_tokens
@@ -50,6 +51,7 @@ __all__ = [
     "copy_records",
     "expose_late_writes",
     "finish_compiling",
+    "join_slots",
     "keep_inputs",
     "note_next_tokens",
     "prepare",
