@@ -558,7 +558,7 @@ def test_slots_of_events_stay_allocated_until_they_are_read(count: int, monkeypa
     monkeypatch.setattr(cuda_streams, "record", lambda *_: None)
     monkeypatch.setattr(_StreamEvent, "has_run", False)
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
-    ledger = SlotLedger(SimpleNamespace(apply_slot_runs=lambda *_: None), groups, None)
+    ledger = _ledger([], groups)
     freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(count)]
     alive = [weakref.ref(slots) for slots in freed]
     for slots in freed:
@@ -576,9 +576,8 @@ def test_the_runs_of_a_step_have_their_own_slots() -> None:
     """The slots of all events are joined at once, with those of loads, which change no record."""
     launched: list[tuple] = []
     groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
-    backend = SimpleNamespace(apply_slot_runs=lambda *launch: launched.append(launch))
     history = SlotHistory(64, "cpu", SITES)
-    ledger = SlotLedger(backend, groups, None, history)
+    ledger = _ledger(launched, groups, history)
     free, alloc, load = SlotEventKind.FREE, SlotEventKind.ALLOC, SlotEventKind.LOAD
     full, swa = PoolKind.FULL, PoolKind.SWA
     happened = [
@@ -613,7 +612,7 @@ def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_siz
     """Only where frees give back whole pages does it matter which call listed a slot."""
     launched: list[tuple] = []
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
-    ledger = SlotLedger(_launches_to(launched), groups, None)
+    ledger = _ledger(launched, groups)
     for first in (8, 16, 24):
         ledger.record(kind, PoolKind.FULL, torch.arange(first, first + 2), page_size)
     ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, page_size)
@@ -629,18 +628,19 @@ def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_siz
     assert ledger.apply() == 0
 
 
-def _launches_to(launched: list[tuple]) -> SimpleNamespace:
-    return SimpleNamespace(
+def _ledger(launched: list[tuple], groups: tuple, history: SlotHistory | None = None) -> SlotLedger:
+    """Whose launches, but for the join of slots, are noted in `launched` and not run."""
+    backend = SimpleNamespace(
         apply_slot_event=lambda *launch: launched.append(launch),
         apply_slot_runs=lambda *launch: launched.append(launch),
+        join_slots=reference.join_slots,
     )
+    return SlotLedger(backend, groups, make_state(torch.device("cpu")), history)
 
 
 def test_calls_are_numbered_anew_in_each_run() -> None:
     launched: list[tuple] = []
-    ledger = SlotLedger(
-        _launches_to(launched), (SimpleNamespace(allocator_kind=PoolKind.FULL),), None
-    )
+    ledger = _ledger(launched, (SimpleNamespace(allocator_kind=PoolKind.FULL),))
     free, alloc = SlotEventKind.FREE, SlotEventKind.ALLOC
     for kind, slots in ((free, [4]), (free, [8, 9]), (alloc, [4]), (free, [12]), (free, [4])):
         ledger.record(kind, PoolKind.FULL, torch.tensor(slots), 4)
@@ -654,7 +654,7 @@ def test_calls_are_numbered_anew_in_each_run() -> None:
 def test_after_a_loss_nothing_is_due_until_every_pool_has_come_back() -> None:
     launched: list[tuple] = []
     groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
-    ledger = SlotLedger(_launches_to(launched), groups, None)
+    ledger = _ledger(launched, groups)
     slots = torch.tensor([1, 2])
     ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
     assert (ledger.due, ledger.complete) == (True, True)

@@ -156,9 +156,9 @@ class SlotLedger:
 
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
+        self._let_go()
         if not self.due and not (at_once and self._events and self.complete):
             return 0
-        self._let_go()
         if self._told:
             self.tell_history()
         untold = self._history is not None and not self._told
