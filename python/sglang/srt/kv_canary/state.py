@@ -190,7 +190,7 @@ class CanaryDeviceState:
             ),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
             token_lists=ListMemory(words_of_lists(*sizes), device),
-            inputs=InputMemory(capacities.max_extend_tokens, done),
+            inputs=InputMemory.allocate(capacities.max_extend_tokens, done),
             row_memory=RowMemory.allocate(capacities.max_request_rows, device),
             capacities=capacities,
         )

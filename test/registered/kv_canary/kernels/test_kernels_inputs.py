@@ -52,7 +52,7 @@ def _keep(twin: Twin, batch: SimpleNamespace) -> list[list[int]]:
 
 
 def _twin() -> Twin:
-    return Twin(make_group(8), make_state())
+    return Twin(make_group(8), make_state(), copies_for_reference=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
