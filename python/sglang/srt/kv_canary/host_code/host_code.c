@@ -782,16 +782,32 @@ static PyObject *learned(PyObject *learn, PyObject *key, PyObject *const *codes)
   return stack;
 }
 
-/* frame.f_locals.get("req").rid, or None without one. */
-static PyObject *request_in(PyObject *frame) {
+/* A new reference to the variable `req` of a frame, or None without one. */
+static PyObject *variable_req(PyObject *frame) {
+#if PY_VERSION_HEX >= 0x030C0000
+  /* `f_locals` of 3.12 is a new dictionary of all variables. */
+  PyObject *request = PyFrame_GetVar((PyFrameObject *)frame, name_req);
+  if (request == NULL && PyErr_ExceptionMatches(PyExc_NameError)) {
+    PyErr_Clear();
+    request = Py_NewRef(Py_None);
+  }
+  return request;
+#else
   PyObject *locals = PyObject_GetAttr(frame, name_locals);
   PyObject *request = locals == NULL ? NULL : PyObject_CallMethodOneArg(locals, name_get, name_req);
+  Py_XDECREF(locals);
+  return request;
+#endif
+}
+
+/* The request id of the variable `req` of a frame, or None without one. */
+static PyObject *request_in(PyObject *frame) {
+  PyObject *request = variable_req(frame);
   PyObject *id = request == NULL ? NULL : PyObject_GetAttr(request, name_rid);
   if (request != NULL && id == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
     PyErr_Clear();
     id = Py_NewRef(Py_None);
   }
-  Py_XDECREF(locals);
   Py_XDECREF(request);
   return id;
 }
