@@ -48,9 +48,9 @@ class KnownTokens(NamedTuple):
 class ListMemory:
     """Memory for the lists of one forward, which the next one's replace. Its views are made once.
 
-    On a GPU the host writes lists to pinned memory of its own, in TURNS parts that are used in turn: to ask torch for
-    pinned memory, and for views of it, takes longer than the copy. Kernels read short lists there, where they lie:
-    a copy takes the host longer than reading them over the bus takes the GPU.
+    On a GPU the host writes lists to pinned memory of its own, in TURNS parts that are used in turn. To ask torch for
+    it, and for views of it, takes longer than the copy. Kernels read short lists where they lie: the copy takes the
+    host longer than their way over the bus takes the GPU.
     """
 
     __slots__ = ("_lists", "_parts", "_turn", "_unread", "_views", "words")

@@ -1,6 +1,6 @@
 """A bounded host ring of what the allocators did with each slot: who handed it out, who freed it, and when.
 
-The slots of a step's events go to pinned memory by the launch that joins them, in the order of the forward stream.
+The launch that joins the slots of a step's events copies them to pinned memory, in the order of the forward stream.
 Nothing is searched before a report asks.
 """
 
@@ -84,7 +84,7 @@ class SlotHistory:
     def begin(self, events: Sequence[SlotEvent], count: int) -> int | None:
         """Keep events, whose `count` slots in all a launch copies to `ring`. Returns where the first one goes there.
 
-        `note_arrived` must be told when that has run. None: their slots are to be kept by `keep`.
+        Call `note_arrived` once it has run. None: nothing was kept, see `keep`.
         """
         capacity = self.ring.shape[0]
         if count > capacity or not all(map(_CALLS_OF, events)):
