@@ -271,7 +271,7 @@ class _CopyStream:
 def _start_loading(rig: HiCacheRig, log: list[str], host: torch.Tensor) -> None:
     stream = _CopyStream(log)
     streams = CopyStreams(to_host=lambda _: stream, to_device=lambda _: stream)
-    hooks = copy_hooks(streams, load="HiCacheController.load", pool="HostKVCache")
+    hooks = copy_hooks(streams, loads=["HiCacheController.load"], pool="HostKVCache")
     (hook,) = [hook for hook in hooks if hook.target.endswith(".start_loading")]
     rig.controller.load(host)
     hook.fn(lambda _: log.append("copy") or 0, rig.controller)
@@ -416,7 +416,7 @@ def test_a_slot_takes_from_the_budget_what_is_fetched_of_it(
     monkeypatch: pytest.MonkeyPatch, mode: ContentMode, each: int | None
 ) -> None:
     rig = HiCacheRig(monkeypatch, content=mode)
-    sources = [s for half in rig.tier.group.halves for s in rig.tier.group.content(half)]
+    sources = [s for group, half in rig.tier.parts for s in group.content(half)]
     assert rig.tier.bytes_per_slot == sum(s.row_bytes if each is None else each for s in sources)
 
 
@@ -506,7 +506,7 @@ def test_the_prefix_with_records_follows_what_is_put_and_cleared(code, monkeypat
 
 
 def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
-    """Of NSA models, whose indexer has pages of its own (sgl-project/sglang#30057), and of hybrid ones."""
+    """As those of hybrid models."""
 
     class HostPoolGroup:
         pass

@@ -51,23 +51,23 @@ class HostContent:
     By NumPy: torch takes longer for a few slots.
     """
 
-    def __init__(self, halves: tuple[Sources, ...], mode: ContentMode) -> None:
-        self._halves = halves  # keeps the memory alive
+    def __init__(self, parts: tuple[Sources, ...], mode: ContentMode) -> None:
+        self._parts = parts  # keeps the memory alive
         self._mode = mode
-        tables = tuple(map(_table_of, halves))
+        tables = tuple(map(_table_of, parts))
         self._tables = (
             None if mode is not ContentMode.ALL or any(t is None for t in tables) else tables
         )
-        every = [source for sources in halves for source in sources]
+        every = [source for sources in parts for source in sources]
         self._slots = min(map(_slots_within, every), default=sys.maxsize)
 
     def fingerprints(self, slots: np.ndarray, sampled_as: np.ndarray) -> np.ndarray:
-        """int64[halves, n] of `slots` int64[n], as `kernels` compute them of the device slots `sampled_as` int64[n].
+        """int64[parts, n] of `slots` int64[n], as `kernels` compute them of the device slots `sampled_as` int64[n].
 
         Raises IndexError for slots beyond the pool.
         """
         if self._tables is None:
-            return np.stack([self._by_reference(half, slots, sampled_as) for half in self._halves])
+            return np.stack([self._by_reference(part, slots, sampled_as) for part in self._parts])
         found = HOST.fingerprint_rows(self._tables, slots, self._slots)
         return np.frombuffer(found, dtype=np.int64).reshape(len(self._tables), len(slots))
 

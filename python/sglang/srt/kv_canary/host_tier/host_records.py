@@ -19,7 +19,7 @@ from ..record import RECORD_WORDS, WORD_WRITER
 class SlotRecords:
     """Records of some slots, on the host."""
 
-    words: torch.Tensor  # int64[n, halves, RECORD_WORDS], as the device's TAIL records
+    words: torch.Tensor  # int64[n, parts, RECORD_WORDS], as the device's TAIL records
     # int64[n]: the device slots of which the fingerprints were taken. Content mode `partial` samples by slot.
     sampled_as: torch.Tensor
 
@@ -43,7 +43,7 @@ class _OnTheWay:
 
 
 class HostRecords:
-    """One record per host slot and half. Zeros: there is none.
+    """One record per host slot and part (a half of a group). Zeros: there is none.
 
     Records and bytes that are copied from the device become visible together. The scheduler's thread and the threads of
     a storage backend may call every method. A sweep reads slots that another thread sets, so each record is read whole
@@ -53,10 +53,10 @@ class HostRecords:
     `get` and `look_up` wait for copies to the slots that they read, and block no other thread.
     """
 
-    def __init__(self, num_slots: int, halves: int) -> None:
+    def __init__(self, num_slots: int, parts: int) -> None:
         self.num_slots = num_slots
         self._records = SlotRecords(
-            torch.zeros((num_slots, halves, RECORD_WORDS), dtype=torch.int64),
+            torch.zeros((num_slots, parts, RECORD_WORDS), dtype=torch.int64),
             torch.zeros(num_slots, dtype=torch.int64),
         )
         self._words = self._records.words.numpy()

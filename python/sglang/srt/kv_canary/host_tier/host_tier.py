@@ -1,10 +1,10 @@
-"""The records of a host pool: written back, loaded and dropped with their pages, and compared with their bytes."""
+"""The records of host pages: written back, loaded and dropped with their pages, and compared with their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,17 +27,24 @@ from .launches import Launches
 HOST_SECTOR_BYTES = 128
 
 
+class Part(NamedTuple):
+    """What has one record for each slot: a half of a group."""
+
+    group: CanaryBufferGroup
+    half: str
+
+
 class HostTier:
-    """Beside one host pool. Host slots are int64 on the CPU, device slots int64 on the device.
+    """Beside the host pools of one slot space. Host slots are int64 on the CPU, device slots int64 on the device.
 
     `found` takes findings, from any thread.
     """
 
     def __init__(
         self,
-        group: CanaryBufferGroup,
+        groups: tuple[CanaryBufferGroup, ...],  # in one slot space: a page takes all of them along
         state: CanaryDeviceState,
-        content: tuple[Sources, ...],  # of the host pool, per half; empty: content is not checked
+        content: tuple[Sources, ...],  # of the host pools, per part; empty: content is not checked
         num_slots: int,
         mode: ContentMode,
         check_budget_bytes: int,
@@ -45,16 +52,17 @@ class HostTier:
         loads_in_background: bool = False,
     ) -> None:
         """`loads_in_background`: forwards of other requests run on while a prefix is loaded."""
-        for half, sources in zip(group.halves, content, strict=False):
+        self.groups = groups
+        self.parts = tuple(Part(group, half) for group in groups for half in group.halves)
+        for (group, half), sources in zip(self.parts, content, strict=False):
             refuse_unlike(sources, group.content(half))
-        self.group = group
         self.mode = mode
         self.content = content
         self._bytes = HostContent(content, mode)
         # What a comparison of one slot reads.
-        each = content_bytes_per_slot(group, mode, HOST_SECTOR_BYTES) if content else 1
-        self.bytes_per_slot = max(1, each)
-        self.records = HostRecords(num_slots, len(group.halves))
+        each = [content_bytes_per_slot(group, mode, HOST_SECTOR_BYTES) for group in groups]
+        self.bytes_per_slot = max(1, sum(each) if content else 1)
+        self.records = HostRecords(num_slots, len(self.parts))
         self.launches = Launches()
         self.written_back = 0  # slots, since the start
         self.loaded = 0
@@ -76,7 +84,7 @@ class HostTier:
         """
         cuda = device_slots.is_cuda
         with _on(stream, device_slots.device):
-            tails = [self.group.records(half, Side.TAIL) for half in self.group.halves]
+            tails = [group.records(half, Side.TAIL) for group, half in self.parts]
             words = torch.stack([tail[device_slots] for tail in tails], dim=1)
             records = SlotRecords(_to_host(words), _to_host(device_slots))
             if cuda:
@@ -94,13 +102,16 @@ class HostTier:
 
     # Host to device
 
-    def records_for(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> torch.Tensor:
-        """Words int64[n, halves, RECORD_WORDS] on the device, for pages that are loaded into `device_slots`."""
+    def records_for(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Of each group words int64[n, halves, RECORD_WORDS] on the device, for pages that go to `device_slots`."""
         records = self.records.get(host_slots)
         self.loaded += len(records)
         if self.content and self.mode is ContentMode.PARTIAL:
             self._sample_again(records, host_slots, device_slots)
-        return _to_device(records.words, device_slots.device)
+        of_groups = records.words.split([len(group.halves) for group in self.groups], dim=1)
+        return tuple(_to_device(words, device_slots.device) for words in of_groups)
 
     def _sample_again(
         self, records: SlotRecords, host_slots: torch.Tensor, device_slots: torch.Tensor
@@ -113,17 +124,22 @@ class HostTier:
         np.copyto(content, now, where=_has_content(words))
 
     def load_back(
-        self, device_slots: torch.Tensor, words: torch.Tensor, stream: Any | None = None
-    ) -> LoadBack:
-        """The event that gives `words` to `device_slots`. Call it once `stream` has the copies of the bytes."""
+        self, device_slots: torch.Tensor, words: Sequence[torch.Tensor], stream: Any | None = None
+    ) -> tuple[LoadBack, ...]:
+        """The events that give `words`, of each group, to `device_slots`.
+
+        Call it once `stream` has the copies of the bytes.
+        """
         event = None
         with _on(stream, device_slots.device):
             complete_after = self._state.last_begun()
             if device_slots.is_cuda:
                 event = torch.cuda.Event()
                 event.record()
-        return LoadBack(
-            self.group, device_slots, words, complete_after, event, self._loads_in_background
+        shared = complete_after, event, self._loads_in_background
+        return tuple(
+            LoadBack(group, device_slots, of_group, *shared)
+            for group, of_group in zip(self.groups, words, strict=True)
         )
 
     def usable(self, host_slots: torch.Tensor) -> int:
@@ -185,13 +201,14 @@ class HostTier:
         differ &= _has_content(words)
         for index, place in np.argwhere(differ.T).tolist():
             slot = int(slots[place]) if key is None else None
-            where = (tier, key, self.group.kind, self.group.halves[index], slot)
+            group, half = self.parts[index]
+            where = (tier, key, group.kind, half, slot)
             self.report(Finding.of(*where, words[place, index], int(now[place, index])))
         return np.flatnonzero(differ.any(axis=1)).tolist()
 
 
 def _has_content(words: np.ndarray) -> np.ndarray:
-    """bool[n, halves] of `words` int64[n, halves, RECORD_WORDS]."""
+    """bool[n, parts] of `words` int64[n, parts, RECORD_WORDS]."""
     state = (words[:, :, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
     return (state == State.LIVE) & (words[:, :, record.WORD_CONTENT] != 0)
 
@@ -209,6 +226,7 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
 
 
 def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    values = values.contiguous()
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

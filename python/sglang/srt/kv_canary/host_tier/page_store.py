@@ -459,10 +459,10 @@ class PageStore:
         if stored.is_revoked:
             self._attempt(_STILL_REVOKED, self._remove_files, key)  # so that it can be stored anew
             return self._refuse(Unusable.REVOKED)
-        halves = len(self._tier.group.halves)
-        records = unpack(data, self._identity(), self.page_size, halves)
+        parts = len(self._tier.parts)
+        records = unpack(data, self._identity(), self.page_size, parts)
         if records is Unusable.DAMAGED:
-            self._tier.report(Finding.of_records(self.name, key, self._tier.group.kind))
+            self._tier.report(Finding.of_records(self.name, key, self._tier.groups[0].kind))
         if isinstance(records, Unusable):
             return self._refuse(records)
         if name != self._own_name:
@@ -537,7 +537,7 @@ class PageStore:
             records.words[:, 0], count(start.position), tokens, strict=False
         ):
             if int(words[record.WORD_IDENTITY]) != record.pack_identity(token, position):
-                where = (self.name, key, self._tier.group.kind)
+                where = (self.name, key, self._tier.groups[0].kind)
                 self._tier.report(Finding.of_other_token(*where, words, position, token))
                 return
 

@@ -68,6 +68,7 @@ FAULTS: dict[str, Fault] = _table(
         (
             tokens("cached", "token ids: take a slot of this cached prefix", REQUIRED),
             POSITION,
+            KIND,
             HALF,
             number("source", "index of the layer, among the layers that the half covers", 0),
             number("count", "bytes to flip", 1, minimum=1),

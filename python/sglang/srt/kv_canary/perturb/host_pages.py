@@ -16,10 +16,13 @@ def flip_host_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     tier = context.host_tier
     if tier is None:
         raise ValueError("this server has no host memory of HiCache: --enable-hierarchical-cache")
-    half, index, count = args["half"], args["source"], args["count"]
-    sources = dict(zip(tier.group.halves, tier.content, strict=False)).get(half)
+    kind, half, index, count = args["kind"], args["half"], args["source"], args["count"]
+    of_part = dict(
+        zip([(p.group.kind.value, p.half) for p in tier.parts], tier.content, strict=False)
+    )
+    sources = of_part.get((kind, half))
     if not sources or index >= len(sources):
-        raise ValueError(f"no content is covered in half {half}, layer {index}")
+        raise ValueError(f"no content is covered in half {half} of {kind}, layer {index}")
     slots = context.host_slots_of(scene.manager.radix_cache, args["cached"])
     position = args.get("position", len(slots) // 2)
     if position >= len(slots) or slots[position] is None:
@@ -29,6 +32,6 @@ def flip_host_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     if args["without_record"]:
         tier.records.clear(torch.tensor([slot]))
     return Outcome(
-        detail=f"flipped {count} byte(s) of {half}, layer {index}, host slot {slot} (position {position})",
+        detail=f"flipped {count} byte(s) of {half} of {kind}, layer {index}, host slot {slot} (position {position})",
         data={"host_slot": slot},
     )

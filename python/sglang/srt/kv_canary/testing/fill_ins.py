@@ -350,9 +350,13 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 def hicache_on_cpu() -> None:
     """Copy pages by index, and keep host memory pageable. For `--hicache-io-backend direct` with layout layer_first."""
-    for name in ("memory_pool_host", "pool_host.base", "pool_host.mha", "pool_host.mla"):
+    for name in (
+        "memory_pool_host",
+        *(f"pool_host.{name}" for name in ("base", "mha", "mla", "dsa")),
+    ):
         module = f"sglang.srt.mem_cache.{name}"
-        if find_spec(module.rpartition(".")[0]) is not None:
+        package = module.rpartition(".")[0]
+        if find_spec(package) is not None and find_spec(module) is not None:
             _fill_in_host_pools(import_module(module))
 
 

@@ -16,10 +16,11 @@ import torch
 
 from ..config import ContentMode
 from ..errors import startup_error
-from ..host_tier.host_content import sources_of
+from ..host_tier.host_content import Sources, sources_of
 from ..host_tier.host_sweep import HostSweep
 from ..host_tier.host_tier import HostTier
 from ..pool_kind import PoolKind
+from ..pool_patcher.adapters.indexer_layout import host_indexer_content
 from ..pool_patcher.errors import UnsupportedPoolError
 from .context import context
 from .guard import attempt, attempt_aside, guarded
@@ -28,14 +29,33 @@ from .speculative import mark_unfilled
 from .swept_slots import await_sweep
 
 if TYPE_CHECKING:
+    from ..buffer_group import CanaryBufferGroup
     from ..runner.manager import CanaryManager
 
-__all__ = ["LOADED", "CopyStreams", "agreed", "copy_hooks", "protect", "start_tier"]
+__all__ = [
+    "CONTROLLER",
+    "HYBRID_CONTROLLER",
+    "LOADED",
+    "CopyStreams",
+    "agreed",
+    "copy_hooks",
+    "protect",
+    "start_tier",
+]
 
 logger = logging.getLogger(__name__)
 
 LOADED = "KV that is loaded back from host memory"
-_HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+# In one slot space. A release has one of the last two.
+_HOST_POOLS = {
+    PoolKind.FULL: ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost"),
+    PoolKind.INDEXER: ("NSAIndexerPoolHost", "DSAIndexerPoolHost"),
+}
+CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+# Of pages that lie in several host pools.
+HYBRID_CONTROLLER = (
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+)
 HostSlotsOf = Callable[[Any, list[int]], Sequence[int | None]]
 
 
@@ -50,12 +70,12 @@ class CopyStreams:
 # Start
 
 
-def start_tier(pool: Any, host_slots_of: HostSlotsOf, loads_in_background: bool = False) -> None:
-    """Protect `pool`, the empty host pool of a prefix cache. Does nothing without the canary."""
+def start_tier(host: Any, host_slots_of: HostSlotsOf, loads_in_background: bool = False) -> None:
+    """Protect `host`, the empty host pools of a prefix cache. Does nothing without the canary."""
     manager = context.target
     if manager is None:
         return
-    tier = protect(manager, pool, host_slots_of, loads_in_background)
+    tier = protect(manager, host, host_slots_of, loads_in_background)
     if manager.config.sweep_interval and tier.content:
         manager.observers.append(HostSweep(manager.config, tier, manager.sink))
     logger.info(
@@ -67,19 +87,25 @@ def start_tier(pool: Any, host_slots_of: HostSlotsOf, loads_in_background: bool 
 
 def protect(
     manager: CanaryManager,
-    pool: Any,
+    host: Any,
     host_slots_of: HostSlotsOf | None = None,
     loads_in_background: bool = False,
 ) -> HostTier:
-    """Keep records beside the target's empty host pool. Raises CanaryStartupError for a pool of another kind."""
-    name = type(pool).__name__
-    if name not in _HOST_POOLS or [g.kind for g in manager.groups] != [PoolKind.FULL]:
+    """Keep records beside `host`, the target's empty host pool, or SGLang's group of such pools.
+
+    Raises CanaryStartupError for pools of other kinds.
+    """
+    pools = _pools_of(host)
+    kinds = [_kind_of(pool) for pool in pools]
+    if None in kinds or kinds != [group.kind for group in manager.groups]:
+        names = " and a ".join(type(pool).__name__ for pool in pools)
+        known = [name for names in _HOST_POOLS.values() for name in names]
         raise startup_error(
-            f"HiCache keeps pages in a {name}; the canary knows {' and '.join(_HOST_POOLS)}.",
+            f"HiCache keeps pages in a {names}; the canary knows {', '.join(known[:-1])} and {known[-1]}.",
             LOADED,
         )
     try:
-        tier = _tier_of(manager, pool, loads_in_background)
+        tier = _tier_of(manager, pools, loads_in_background)
     except UnsupportedPoolError as error:
         raise startup_error(f"{error}.", LOADED) from error
     context.host_tier, context.host_slots_of = tier, host_slots_of
@@ -87,26 +113,45 @@ def protect(
     return tier
 
 
-def _tier_of(manager: CanaryManager, pool: Any, loads_in_background: bool) -> HostTier:
-    config, (group,) = manager.config, manager.groups
-    content: tuple = ()
+def _pools_of(host: Any) -> list[Any]:
+    """The host pools of one slot space. The first one hands the slots out."""
+    if not hasattr(host, "anchor_entry"):
+        return [host]
+    first = host.anchor_entry
+    return [entry.host_pool for entry in (first, *(e for e in host.entries if e is not first))]
+
+
+def _kind_of(pool: Any) -> PoolKind | None:
+    return next((k for k, names in _HOST_POOLS.items() if type(pool).__name__ in names), None)
+
+
+def _tier_of(manager: CanaryManager, pools: Sequence[Any], loads_in_background: bool) -> HostTier:
+    config, content = manager.config, ()
     if config.content_mode is not ContentMode.NONE:
-        halves = pool.kv_buffer if len(group.halves) == 2 else (pool.kv_buffer,)
-        # From 0.5.18 on MTP layers of the draft model may follow in the same pool.
-        layers = getattr(pool, "target_layer_num", pool.layer_num)
         content = tuple(
-            sources_of(half, pool.layout, layers, pool.size, pool.page_size) for half in halves
+            sources
+            for pool, group in zip(pools, manager.groups, strict=True)
+            for sources in _content_of(pool, group)
         )
     return HostTier(
-        group,
+        manager.groups,
         manager.state,
         content,
-        pool.size,
+        pools[0].size,
         config.content_mode,
         config.host_check_budget_bytes,
         lambda finding: manager.violations.found(finding, manager.forward_ct),
         loads_in_background,
     )
+
+
+def _content_of(pool: Any, group: CanaryBufferGroup) -> list[Sources]:
+    """Of each half. From 0.5.18 on MTP layers of the draft model may follow in the same pool."""
+    if group.kind is PoolKind.INDEXER:
+        return [host_indexer_content(pool, pool.device_pool)]
+    halves = pool.kv_buffer if len(group.halves) == 2 else (pool.kv_buffer,)
+    layers = getattr(pool, "target_layer_num", pool.layer_num)
+    return [sources_of(half, pool.layout, layers, pool.size, pool.page_size) for half in halves]
 
 
 def agreed(tree: Any, usable: int | None) -> int:
@@ -156,7 +201,8 @@ def _arrive(tier: HostTier, page_size: int, loads: Sequence[Any], stream: Any) -
         slots = load.device_indices
         context.slots_filled(slots, page_size, "load from host memory", "start_loading", None)
         words = tier.records_for(load.host_indices, slots)
-        ledger.record_load_back(tier.load_back(slots, words, stream))
+        for loaded in tier.load_back(slots, words, stream):
+            ledger.record_load_back(loaded)
         # No records come with the draft model's KV, and not all of it was ever computed.
         for draft in context.drafts:
             mark_unfilled(draft, slots)
@@ -179,8 +225,17 @@ def _after_host_clear(_: Any, pool: Any) -> None:
         context.target.ledger.awaits_load_back = False
 
 
-def copy_hooks(streams: CopyStreams, load: str, pool: str) -> tuple[HookSpec, ...]:
-    """The hooks on copies. `load`: the method that allocates slots for a load. `pool`: the base of host pools."""
+def copy_hooks(
+    streams: CopyStreams,
+    loads: Sequence[str],
+    pool: str,
+    controllers: Sequence[str] = (CONTROLLER,),
+) -> tuple[HookSpec, ...]:
+    """The hooks on copies.
+
+    `loads`: the methods that allocate slots for a load. `pool`: the base of host pools.
+    `controllers`: the classes that begin copies in methods of their own.
+    """
 
     def around_start_writing(original: Callable[..., None], controller: Any) -> None:
         tier = context.host_tier
@@ -206,9 +261,15 @@ def copy_hooks(streams: CopyStreams, load: str, pool: str) -> tuple[HookSpec, ..
         return producer
 
     return (
-        HookSpec(f"{_CONTROLLER}.start_writing", around_start_writing, HookType.AROUND, LOADED),
-        HookSpec(load, _after_load, HookType.AFTER, LOADED),
-        HookSpec(f"{_CONTROLLER}.start_loading", around_start_loading, HookType.AROUND, LOADED),
+        *(
+            hook
+            for name in controllers
+            for hook in (
+                HookSpec(f"{name}.start_writing", around_start_writing, HookType.AROUND, LOADED),
+                HookSpec(f"{name}.start_loading", around_start_loading, HookType.AROUND, LOADED),
+            )
+        ),
+        *(HookSpec(load, _after_load, HookType.AFTER, LOADED) for load in loads),
         HookSpec(f"{pool}.free", _after_host_free, HookType.AFTER, LOADED),
         HookSpec(f"{pool}.clear", _after_host_clear, HookType.AFTER, LOADED),
     )
@@ -216,6 +277,3 @@ def copy_hooks(streams: CopyStreams, load: str, pool: str) -> tuple[HookSpec, ..
 
 def _unless_cpu(controller: Any, stream_of: Callable[[Any], Any]) -> Any | None:
     return None if str(controller.device).startswith("cpu") else stream_of(controller)
-
-
-_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"

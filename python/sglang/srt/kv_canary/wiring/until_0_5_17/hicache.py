@@ -11,14 +11,22 @@ import torch
 from ...errors import startup_error
 from ..context import context
 from ..guard import attempt
-from ..hicache import LOADED, CopyStreams, agreed, copy_hooks, start_tier
+from ..hicache import (
+    CONTROLLER,
+    HYBRID_CONTROLLER,
+    LOADED,
+    CopyStreams,
+    agreed,
+    copy_hooks,
+    start_tier,
+)
 from ..hook_spec import HookSpec, HookType
 
 __all__ = ["HOOKS", "UNIFIED_TREE", "refusing_hooks", "tree_hooks"]
 
 
 def _after_tree(_: Any, tree: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER HiRadixCache.__init__: the host pool exists and is empty."""
+    """AFTER HiRadixCache.__init__: the host pool exists, or a group of them, and is empty."""
     start_tier(tree.token_to_kv_pool_host, _host_slots_of)
 
 
@@ -93,16 +101,22 @@ def refusing_hooks(*starts: str) -> tuple[HookSpec, ...]:
     )
 
 
-def tree_hooks(streams: CopyStreams, refused: tuple[str, ...]) -> tuple[HookSpec, ...]:
-    """The hooks. `refused`: where HiCache's other prefix caches start, below `sglang.srt.mem_cache`."""
+def tree_hooks(
+    streams: CopyStreams, refused: tuple[str, ...], controllers: tuple[str, ...] = (CONTROLLER,)
+) -> tuple[HookSpec, ...]:
+    """The hooks. `refused`: where HiCache's other prefix caches start, below `sglang.srt.mem_cache`.
+
+    `controllers`: as of `copy_hooks`.
+    """
     return (
         HookSpec(f"{_TREE}.__init__", _after_tree, HookType.AFTER, LOADED),
         *refusing_hooks(*refused),
         HookSpec(f"{_TREE}.init_load_back", _around_init_load_back, HookType.AROUND, LOADED),
         *copy_hooks(
             streams,
-            load="sglang.srt.managers.cache_controller.HiCacheController.load",
+            loads=(f"{CONTROLLER}.load", f"{HYBRID_CONTROLLER}.load"),
             pool="sglang.srt.mem_cache.memory_pool_host.HostKVCache",
+            controllers=controllers,
         ),
     )
 
@@ -113,4 +127,5 @@ HOOKS = tree_hooks(
         to_device=lambda controller: controller.load_stream,
     ),
     ("hi_mamba_radix_cache.HiMambaRadixCache.__init__", UNIFIED_TREE),
+    (CONTROLLER, HYBRID_CONTROLLER),
 )

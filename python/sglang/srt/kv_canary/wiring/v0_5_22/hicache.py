@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import startup_error
 from ..context import context
 from ..disaggregation import DECODE
 from ..guard import attempt
-from ..hicache import LOADED, CopyStreams, agreed, copy_hooks, start_tier
+from ..hicache import HYBRID_CONTROLLER, LOADED, CopyStreams, agreed, copy_hooks, start_tier
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 
@@ -35,14 +34,8 @@ def _after_init(_: Any, tree: Any, server_args: Any, *args: Any, **kwargs: Any) 
     args = release().settled(server_args)
     if not context.active or not args.enable_hierarchical_cache:
         return
-    pools = tree.host_pool_group.entries
-    if len(pools) > 1:
-        names = ", ".join(type(entry.host_pool).__name__ for entry in pools)
-        raise startup_error(
-            f"HiCache keeps a token in several host pools ({names}); the canary knows one.", LOADED
-        )
     # A decode server takes up a request when its load is over, and decodes others meanwhile.
-    start_tier(pools[0].host_pool, _host_slots_of, args.disaggregation_mode == "decode")
+    start_tier(tree.host_pool_group, _host_slots_of, args.disaggregation_mode == "decode")
 
 
 def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
@@ -151,7 +144,7 @@ HOOKS = (
             to_host=lambda controller: controller.l2_transfer_engine.device_to_host_stream,
             to_device=lambda controller: controller.l2_transfer_engine.host_to_device_stream,
         ),
-        load="sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.load",
+        loads=(f"{HYBRID_CONTROLLER}.load",),
         pool="sglang.srt.mem_cache.pool_host.base.HostKVCache",
     ),
 )

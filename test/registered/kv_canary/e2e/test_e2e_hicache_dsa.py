@@ -1,0 +1,160 @@
+"""HiCache with DeepSeek-V3.2: latent rows and the indexer's keys lie in two host pools, under the same host slots.
+
+Without a GPU the selection of tokens and the attention are filled in, see `nsa_fill_ins.py`.
+"""
+
+import sys
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary_rigs.hicache_serving import HiCacheE2E, hits, prompts
+from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache
+from sglang_kv_canary_rigs.volume import volume
+
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+
+pytestmark = [
+    with_hicache,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its layout is one that CPUs copy"),
+]
+
+PAGE = 64
+PROMPT = 200
+PAGES = PROMPT // PAGE * PAGE  # tokens in whole pages
+# A layer's keys and scales are two sources.
+DAMAGE = [("FULL", 1), ("INDEXER", 0), ("INDEXER", 3)]
+
+
+class DsaHiCache(HiCacheE2E):
+    """Two prompts fit on the device, all of them in host memory."""
+
+    mode_name = "nsa"
+    flags: ClassVar = {**HiCacheE2E.flags, "max_total_tokens": 8 * PAGE}
+    plugins: ClassVar = (*HiCacheE2E.plugins, nsa_on_torch_native)
+    requests: ClassVar[int] = volume(24, 80)
+
+    def push_out(self, name: str) -> None:
+        for i, prompt in enumerate(prompts(name, 3, PROMPT)):
+            self.ask(f"{name}-{i}", prompt)
+
+    def assert_loaded_back(self, name: str, count: int = 5) -> None:
+        """Each prompt twice, with others in between."""
+        asked = prompts(name, count, PROMPT)
+        first = [self.ask(f"{name}-{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
+        again = [self.ask(f"{name}-{i}-b", p) for i, p in enumerate(asked)]
+        assert [answer["output_ids"] for answer in again] == first
+        assert sum(map(hits, again)) >= 3 * PAGES
+        self.assert_no_violations()
+
+    def serve_mixed(self) -> None:
+        """The host pool is full most of the time: its slots are used again and again."""
+        report = self.serve(TrafficShape(self.requests, seed=21, flushes=1))
+        assert (report.requests, report.flushes) == (self.requests, 1)
+        self.assert_no_violations()
+
+
+class TestDsa(DsaHiCache):
+    """A damaged page is reported and not used. Its prefix is computed again."""
+
+    flags: ClassVar = {**DsaHiCache.flags, "kv_canary": "log", "kv_canary_sweep_interval": 0}
+    # All slots of a load.
+    env: ClassVar = {**DsaHiCache.env, "SGLANG_KV_CANARY_HOST_CHECK_BUDGET_BYTES": str(1 << 20)}
+
+    def damage(self, name: str, **args: Any) -> tuple[list[int], dict[str, Any]]:
+        """A prompt that only host memory holds, with a damaged slot. Returns it and what was done."""
+        (prompt,) = prompts(name, 1, PROMPT)
+        self.first = self.ask(f"{name}-a", prompt)["output_ids"]
+        self.push_out(name)
+        return prompt, self.inject("flip_host_bytes", cached=prompt, position=100, **args).answer()
+
+    def test_mixed_traffic(self) -> None:
+        self.serve_mixed()
+
+    def test_prefixes_are_loaded_back(self) -> None:
+        self.assert_loaded_back("again")
+
+    @pytest.mark.parametrize(("kind", "source"), DAMAGE)
+    def test_flipped_byte(self, kind: str, source: int) -> None:
+        name = f"flipped-{kind}-{source}"
+        prompt, done = self.damage(name, kind=kind, source=source)
+        answer = self.ask(f"{name}-b", prompt)
+        event = self.assert_violation("CONTENT", f"HOST_K_{kind}", slot=done["host_slot"])
+        assert (event["tier"], event["key"], event["stored_position"]) == ("host", None, 100)
+        assert event["writer"]["request_id"] == f"{name}-a"
+        assert len(self.violations()) == 1
+        assert (hits(answer), answer["output_ids"]) == (PAGE, self.first)
+
+    def test_page_without_a_record_is_computed_again_in_silence(self) -> None:
+        prompt, _ = self.damage("missing", kind="INDEXER", without_record=True)
+        answer = self.ask("missing-b", prompt)
+        assert (hits(answer), answer["output_ids"]) == (PAGE, self.first)
+        self.assert_no_violations()
+        self._injected.clear()
+
+
+@long_on_newer_releases
+class TestLargeLoad(DsaHiCache):
+    """Host memory is compared in part only: the forward that reads the page reports the rest."""
+
+    flags: ClassVar = TestDsa.flags
+    env: ClassVar = {**DsaHiCache.env, "SGLANG_KV_CANARY_HOST_CHECK_BUDGET_BYTES": "1"}
+
+    @pytest.mark.parametrize("kind", ["FULL", "INDEXER"])
+    def test_damage_that_was_loaded_is_reported_by_its_reader(self, kind: str) -> None:
+        (prompt,) = prompts(f"late-{kind}", 1, PROMPT)
+        self.ask(f"late-{kind}-a", prompt)
+        self.push_out(f"late-{kind}")
+        self.inject("flip_host_bytes", cached=prompt, position=101, kind=kind).answer()
+        answer = self.ask(f"late-{kind}-b", prompt)
+        names = {"reader": f"late-{kind}-b", "writer": f"late-{kind}-a"}
+        event = self.assert_violation("CONTENT", f"TAIL_K_{kind}", **names)
+        assert event["tier"] is None
+        assert hits(answer) == PAGES
+
+
+@long_on_newer_releases
+class TestSweep(DsaHiCache):
+    """The sweep of host memory finds the damage before any request asks for the page."""
+
+    flags: ClassVar = {**TestDsa.flags, "kv_canary_sweep_interval": 1}
+
+    @pytest.mark.parametrize("kind", ["FULL", "INDEXER"])
+    def test_flipped_byte(self, kind: str) -> None:
+        (prompt,) = prompts(f"swept-{kind}", 1, PROMPT)
+        self.ask(f"swept-{kind}-a", prompt)
+        self.push_out(f"swept-{kind}")
+        done = self.inject("flip_host_bytes", cached=prompt, position=100, kind=kind).answer()
+        self.serving.wait_for(lambda: self.serving.events("violation")[self._seen :], "it is found")
+        self.assert_violation("CONTENT", f"HOST_K_{kind}", slot=done["host_slot"])
+        assert len(self.violations()) == 1
+
+
+@long_on_newer_releases
+class TestWriteBack(DsaHiCache):
+    """Pages are written to host memory when they are evicted. Content mode partial samples by slot."""
+
+    flags: ClassVar = {
+        **DsaHiCache.flags,
+        "hicache_write_policy": "write_back",
+        "hicache_ratio": 1.5,
+        "kv_canary_real_data": "partial",
+    }
+
+    def test_mixed_traffic(self) -> None:
+        self.serve_mixed()
+
+    def test_prefixes_are_loaded_back(self) -> None:
+        asked = prompts("again", 2, PROMPT)
+        first = [self.ask(f"again-{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
+        answers = [self.ask(f"again-{i}-b", asked[i]) for i in (0, 1, 0, 1)]
+        assert [a["output_ids"] for a in answers] == first * 2
+        self.assert_no_violations()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
