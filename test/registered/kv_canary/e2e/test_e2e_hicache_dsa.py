@@ -4,6 +4,7 @@ Without a GPU the selection of tokens and the attention are filled in, see `nsa_
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.traffic import TrafficShape
-from sglang_kv_canary_rigs.hicache_serving import HiCacheE2E, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, HiCacheE2E, WithPages, hits, prompts
 from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache
 from sglang_kv_canary_rigs.volume import volume
@@ -154,6 +155,72 @@ class TestWriteBack(DsaHiCache):
         answers = [self.ask(f"again-{i}-b", asked[i]) for i in (0, 1, 0, 1)]
         assert [a["output_ids"] for a in answers] == first * 2
         self.assert_no_violations()
+
+
+class TestStorage(WithPages, DsaHiCache):
+    """A page is two files, with one file of records."""
+
+    flags: ClassVar = {**TestDsa.flags, **STORAGE}
+
+    def store(self, name: str, prompt: Sequence[int]) -> list[str]:
+        """Serve `prompt`, wait until it is in storage, and let the server forget it. Returns its keys."""
+        self.answer = self.ask(f"{name}-a", prompt)["output_ids"]
+        keys = self.pages.keys(prompt, PAGE)
+        stored = [*keys, *map(indexer, keys)]
+        self.serving.wait_for(lambda: self.pages.have(stored), "all pages were stored")
+        assert self.run(self.serving.flush())
+        return keys
+
+    def fetch(self, name: str, prompt: Sequence[int]) -> int:
+        """Tokens that come from storage when `prompt` is asked for again."""
+        answer = self.ask(f"{name}-b", prompt)
+        assert answer["output_ids"] == self.answer
+        return hits(answer, "storage")
+
+    def test_pages_are_fetched(self) -> None:
+        (prompt,) = prompts("fetched", 1, PROMPT)
+        keys = self.store("fetched", prompt)
+        assert all(self.pages.file(f"kvc:{key}").exists() for key in keys)
+        assert self.fetch("fetched", prompt) == PAGES
+        self.push_out("fetched")
+        assert hits(self.ask("fetched-c", prompt)) == PAGES
+        self.assert_no_violations()
+
+    def test_mixed_traffic(self) -> None:
+        self.serve_mixed()
+
+    @pytest.mark.parametrize("kind", ["FULL", "INDEXER"])
+    def test_flipped_byte(self, kind: str) -> None:
+        (prompt,) = prompts(f"flipped-{kind}", 1, PROMPT)
+        keys = self.store(f"flipped-{kind}", prompt)
+        self.pages.flip(indexer(keys[1]) if kind == "INDEXER" else keys[1], 5)
+        self.expect_violations()
+        assert self.fetch(f"flipped-{kind}", prompt) == PAGE
+        event = self.assert_violation("CONTENT", f"FILE_K_{kind}", slot=None)
+        assert (event["tier"], event["key"]) == ("file", keys[1])
+        assert (event["stored_position"], event["stored_token"]) == (PAGE, prompt[PAGE])
+        assert len(self.violations()) == 1
+
+    @pytest.mark.parametrize("missing", ["indexer", "rest", "records", "bytes"])
+    def test_half_a_page_is_not_used_and_stored_again(self, missing: str) -> None:
+        (prompt,) = prompts(missing, 1, PROMPT)
+        key = self.store(f"{missing}-1", prompt)[1]
+        name = {"indexer": indexer(key), "rest": key, "records": f"kvc:{key}"}.get(missing)
+        if name is None:
+            path = self.pages.file(indexer(key))
+            path.write_bytes(path.read_bytes()[:-1])  # as one that another server is just writing
+        else:
+            self.pages.file(name).unlink()
+        assert self.fetch(f"{missing}-1", prompt) == PAGE
+        if missing in ("indexer", "rest"):
+            self.store(f"{missing}-2", prompt)
+            assert self.fetch(f"{missing}-2", prompt) == PAGES
+        self.assert_no_violations()
+
+
+def indexer(key: str) -> str:
+    """The key of the indexer's page."""
+    return f"{key}.indexer"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE, S_IRWXU
@@ -62,16 +62,26 @@ def _not_told(_: str) -> None:
     """The backend remembers nothing of its pages."""
 
 
+def _itself(key: str) -> tuple[str, ...]:
+    """A page is one file."""
+    return (key,)
+
+
 class RecordFiles:
     """`path_of` gives the path of a key's file in the storage folder.
 
     `page_gone` tells the backend that the page of a key is not there any more. It may remember that page.
+    `files_of` gives the keys of all files of a page. The page is there if all of them are.
     """
 
     def __init__(
-        self, path_of: Callable[[str], str], page_gone: Callable[[str], None] = _not_told
+        self,
+        path_of: Callable[[str], str],
+        page_gone: Callable[[str], None] = _not_told,
+        files_of: Callable[[str], Sequence[str]] = _itself,
     ) -> None:
         self._path_of = path_of
+        self._files_of = files_of
         self.page_gone = page_gone
         self._has_hard_links = True  # until the first try
         self._sightings: OrderedDict[str, tuple[_Version, float]] = OrderedDict()  # the first ones
@@ -201,11 +211,12 @@ class RecordFiles:
             self.path(key).unlink()
 
     def has_page(self, key: str) -> bool:
-        return _exists(Path(self._path_of(key)))
+        return all(_exists(Path(self._path_of(file))) for file in self._files_of(key))
 
     def remove_page(self, key: str) -> None:
         """The page itself, not its records."""
-        Path(self._path_of(key)).unlink(missing_ok=True)
+        for file in self._files_of(key):
+            Path(self._path_of(file)).unlink(missing_ok=True)
         self.page_gone(key)
 
 

@@ -9,7 +9,6 @@ from ..content_layout import page_sources
 from ..errors import UnsupportedPoolError
 from ..layers import layer_buffers
 
-
 PAGES = "index_k_with_scale_buffer"  # of device pools and host pools
 
 

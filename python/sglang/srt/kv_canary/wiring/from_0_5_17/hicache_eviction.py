@@ -30,7 +30,13 @@ def _records_of_oldest(evictor: Any) -> Callable[[], None] | None:
     name = next(iter(evictor._lru), None)
     if name is None:
         return None
-    return _try(evictor, with_page, Path(evictor.file_path, f"{name}.bin"))
+    return _try(evictor, with_page, Path(evictor.file_path, f"{_page_of(name)}.bin"))
+
+
+def _page_of(name: str) -> str:
+    """The page whose indexer's page has this name; `name` itself for others. The key, up to "_", is a number."""
+    key, of_indexer, suffix = name.partition(".indexer")
+    return key + suffix if of_indexer and "_" not in key else name
 
 
 def _try(evictor: Any, function: Callable[..., Any], *args: Any) -> Any:

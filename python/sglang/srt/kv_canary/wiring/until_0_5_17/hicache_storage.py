@@ -10,6 +10,7 @@ from ...plan.anchor import anchor_of
 from ...record import WORD_CHAIN
 from ..context import context
 from ..guard import attempt_aside
+from ..hicache import CONTROLLER, HYBRID_CONTROLLER
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
@@ -61,8 +62,9 @@ def _end_of(tree: Any, node: Any) -> tuple[int, int | None]:
 
 
 _TREE = "sglang.srt.mem_cache.hiradix_cache.HiRadixCache"
-_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 HOOKS = (
     HookSpec(f"{_TREE}.prefetch_from_storage", _around_prefetch, HookType.AROUND, STORED),
-    *storage_hooks(_TREE, f"{_CONTROLLER}._storage_hit_query"),
+    *storage_hooks(
+        _TREE, f"{CONTROLLER}._storage_hit_query", f"{HYBRID_CONTROLLER}._storage_hit_query"
+    ),
 )

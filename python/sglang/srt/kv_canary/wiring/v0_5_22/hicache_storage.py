@@ -9,6 +9,7 @@ from ...plan.anchor import anchor_of
 from ...plan.host_chain import chain_of_tokens
 from ..from_0_5_21.answers import salted
 from ..guard import attempt_aside
+from ..hicache import HYBRID_CONTROLLER
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
 from .namespace import key_in_chains
@@ -50,8 +51,7 @@ def _note_made(controller: Any, handle: Any, made: Any) -> None:
 
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 HOOKS = (
-    HookSpec(f"{_CONTROLLER}.submit_prefetch", _around_prefetch, HookType.AROUND, STORED),
-    *storage_hooks(_TREE, f"{_CONTROLLER}._storage_hit_query"),
+    HookSpec(f"{HYBRID_CONTROLLER}.submit_prefetch", _around_prefetch, HookType.AROUND, STORED),
+    *storage_hooks(_TREE, f"{HYBRID_CONTROLLER}._storage_hit_query"),
 )
