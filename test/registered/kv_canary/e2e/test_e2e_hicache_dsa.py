@@ -12,9 +12,14 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary_rigs.eagle_dsa_serving import EagleDsaE2EBase
 from sglang_kv_canary_rigs.hicache_serving import STORAGE, HiCacheE2E, WithPages, hits, prompts
 from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache
+from sglang_kv_canary_rigs.on_releases import (
+    by_default_on_newer_releases,
+    long_on_newer_releases,
+    with_hicache,
+)
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
@@ -216,6 +221,42 @@ class TestStorage(WithPages, DsaHiCache):
             self.store(f"{missing}-2", prompt)
             assert self.fetch(f"{missing}-2", prompt) == PAGES
         self.assert_no_violations()
+
+
+@by_default_on_newer_releases
+class TestMtp(EagleDsaE2EBase, DsaHiCache):
+    """From 0.5.18 on SGLang keeps the MTP layer's rows and keys in the target's host pools, behind the target's."""
+
+    flags: ClassVar = {
+        **EagleDsaE2EBase.flags,
+        **DsaHiCache.flags,
+        "kv_canary": "log",
+        "kv_canary_sweep_interval": 0,
+    }
+    plugins: ClassVar = DsaHiCache.plugins
+    env: ClassVar = {**TestDsa.env, **EagleDsaE2EBase.env}
+
+    def test_traffic(self) -> None:
+        for turn in range(2):
+            self.converse(f"traffic{turn}")
+            self.push_out(f"traffic{turn}")
+        self.assert_clean()
+
+    def test_prefixes_are_loaded_back(self) -> None:
+        self.assert_loaded_back("again")
+        self.assert_clean()
+
+    @pytest.mark.parametrize(("kind", "source"), DAMAGE)
+    def test_flipped_byte(self, kind: str, source: int) -> None:
+        (prompt,) = prompts(f"flipped-{kind}-{source}", 1, PROMPT)
+        first = self.ask(f"flipped-{kind}-{source}-a", prompt)["output_ids"]
+        self.push_out(f"flipped-{kind}-{source}")
+        place = {"position": 100, "kind": kind, "source": source}
+        done = self.inject("flip_host_bytes", cached=prompt, **place).answer()
+        answer = self.ask(f"flipped-{kind}-{source}-b", prompt)
+        self.assert_violation("CONTENT", f"HOST_K_{kind}", slot=done["host_slot"])
+        assert len(self.violations()) == 1
+        assert (hits(answer), answer["output_ids"]) == (PAGE, first)
 
 
 def indexer(key: str) -> str:
