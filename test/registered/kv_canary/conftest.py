@@ -164,6 +164,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_mixed_chunks_e2e.py",
     "e2e/test_speculative_ngram_e2e.py",
     "e2e/test_speculative_swa_e2e.py",
+    "host_tier/test_indexer_pages.py",
     "pools/test_dsv4_faults.py",
     "pools/test_dsv4_pool.py",
     "pools/test_pools_of_newer_releases.py",

@@ -30,7 +30,7 @@ from sglang_kv_canary.record import PREV_UNREACHABLE, Mode, State
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.sweep.staged_list import StagedList
 from sglang_kv_canary.wiring.hicache import CopyStreams, copy_hooks, protect
-from sglang_kv_canary.wiring.until_0_5_17.hicache import _refuse_tree
+from sglang_kv_canary.wiring.until_0_5_17.hicache import refuse_tree
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.overlap_rig import LONG
@@ -514,7 +514,7 @@ def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
     with pytest.raises(CanaryStartupError, match="HostPoolGroup; the canary knows MHAToken"):
         protect(rig.manager, HostPoolGroup())
     with pytest.raises(CanaryStartupError, match="prefix cache HostPoolGroup"):
-        _refuse_tree(HostPoolGroup())
+        refuse_tree(HostPoolGroup())
 
 
 def test_a_record_is_read_whole_while_another_thread_sets_it() -> None:

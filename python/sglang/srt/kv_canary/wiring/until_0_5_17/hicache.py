@@ -22,7 +22,7 @@ from ..hicache import (
 )
 from ..hook_spec import HookSpec, HookType
 
-__all__ = ["HOOKS", "UNIFIED_TREE", "refusing_hooks", "tree_hooks"]
+__all__ = ["HOOKS", "UNIFIED_TREE", "refuse_tree", "refusing_hooks", "tree_hooks"]
 
 
 def _after_tree(_: Any, tree: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
     return slots
 
 
-def _refuse_tree(tree: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_tree(tree: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE the start of HiCache's other prefix caches."""
     if context.active:
         raise startup_error(
@@ -96,7 +96,7 @@ UNIFIED_TREE = "unified_radix_cache.UnifiedRadixCache.init_hicache"
 def refusing_hooks(*starts: str) -> tuple[HookSpec, ...]:
     """`starts`: where prefix caches of HiCache begin, below `sglang.srt.mem_cache`. None of them starts."""
     return tuple(
-        HookSpec(f"sglang.srt.mem_cache.{start}", _refuse_tree, HookType.BEFORE, LOADED)
+        HookSpec(f"sglang.srt.mem_cache.{start}", refuse_tree, HookType.BEFORE, LOADED)
         for start in starts
     )
 

@@ -56,7 +56,7 @@ RELEASE = Release(
         "v0_5_17.allocator",
         "v0_5_17.context_parallel",
         "from_0_5_17.cuda_graph",
-        "until_0_5_17.hicache",
+        "v0_5_17.hicache",
         "until_0_5_17.hicache_storage",
         "from_0_5_17.hicache_eviction",
         "last_words",

@@ -17,7 +17,7 @@ __all__ = ["RELEASE"]
 # Module of 0.5.17 -> the one in its place.
 _OTHER_HOOKS = {
     "v0_5_17.allocator": "v0_5_18.allocator",
-    "until_0_5_17.hicache": "v0_5_18.hicache",
+    "v0_5_17.hicache": "v0_5_18.hicache",
 }
 
 

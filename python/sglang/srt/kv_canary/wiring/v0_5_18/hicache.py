@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from ..hicache import CopyStreams
-from ..until_0_5_17.hicache import UNIFIED_TREE, tree_hooks
+from typing import Any
 
-HOOKS = tree_hooks(
-    CopyStreams(
-        to_host=lambda controller: controller.l2_transfer_engine.device_to_host_stream,
-        to_device=lambda controller: controller.l2_transfer_engine.host_to_device_stream,
+from ..hicache import CopyStreams
+from ..until_0_5_17.hicache import tree_hooks
+from ..v0_5_17.hicache import unified_hooks
+
+
+def _key_of(request: Any, tokens: Any) -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
+
+
+HOOKS = (
+    *tree_hooks(
+        CopyStreams(
+            to_host=lambda controller: controller.l2_transfer_engine.device_to_host_stream,
+            to_device=lambda controller: controller.l2_transfer_engine.host_to_device_stream,
+        ),
+        (),
     ),
-    (UNIFIED_TREE,),
+    *unified_hooks(_key_of),
 )
