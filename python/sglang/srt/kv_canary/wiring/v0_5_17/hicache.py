@@ -90,9 +90,8 @@ def unified_hooks(key_of: KeyOf) -> tuple[HookSpec, ...]:
         if usable == total:
             return original(tree, params)
         usable -= usable % tree.page_size
-        node, count = params.req.last_node, 0
-        if usable:
-            node, count = _match(tree, params.req, usable)
+        found = attempt(_match, tree, params.req, usable) if usable else None
+        node, count = found or (params.req.last_node, 0)
         params.req.host_hit_length = count
         return original(tree, replace(params, best_match_node=node, host_hit_length=count))
 
@@ -100,7 +99,9 @@ def unified_hooks(key_of: KeyOf) -> tuple[HookSpec, ...]:
         """(the node with the first `usable` tokens that host memory has for `req`, how many these are)."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-        end = len(req.prefix_indices) + usable + tree.is_eagle  # EAGLE's keys are pairs of tokens
+        end = (
+            len(req.prefix_indices) + usable + tree.tree_core.is_eagle
+        )  # EAGLE's keys are pairs of tokens
         key = key_of(req, req.full_untruncated_fill_ids[:end])
         found = tree.match_prefix(MatchPrefixParams(key=key))
         return found.best_match_node, found.host_hit_length
