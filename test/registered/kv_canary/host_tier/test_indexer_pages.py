@@ -1,6 +1,8 @@
 """The pages of NSA's and DSA's indexer in host memory: the same bytes as on the device, under SGLang's real pools."""
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,34 +34,42 @@ CODE = pytest.mark.parametrize("code", [twins, compiled.compile_module()], ids=[
 LAYOUT = pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 
 
-def _host_pools(pool: Any, layout: str) -> tuple[Any, Any]:
-    """SGLang's host pools of the latent rows and of the indexer's pages, with four pages each."""
+@dataclass
+class MLATokenToKVPoolHost:
+    """What the indexer's host pool takes from that of the latent rows."""
+
+    layout: str
+    size: int = 4 * PAGE
+    page_num: int = 4
+    page_size: int = PAGE
+    mtp_draft_device_pools: tuple[Any, ...] = ()
+
+
+def _host_pool(pool: Any, layout: str = "layer_first") -> Any:
+    """SGLang's, with four pages."""
     from sglang.srt.mem_cache import memory_pool_host
 
     hicache_on_cpu()
-    dims = {"override_kv_cache_dim": pool.kv_cache_dim}
-    anchor = memory_pool_host.MLATokenToKVPoolHost(
-        pool, 4 * PAGE / pool.size, 0, PAGE, layout, pin_memory=False, **dims
-    )
+    anchor = MLATokenToKVPoolHost(layout)
     if hasattr(pool, "host_pool_decls"):
-        from sglang.srt.mem_cache.pool_host.dsa import (
-            DSAIndexerPoolHost,
-            make_dsa_indexer_pool_decl,
-        )
+        from sglang.srt.mem_cache.pool_host import dsa
 
-        decl = make_dsa_indexer_pool_decl(pool)
-        return anchor, DSAIndexerPoolHost(decl, anchor, pin_memory=False)
+        decl = dsa.make_dsa_indexer_pool_decl(pool)
+        return dsa.DSAIndexerPoolHost(decl, anchor, pin_memory=False)
     names = ("DSAIndexerPoolHost", "NSAIndexerPoolHost")
     (kind,) = [getattr(memory_pool_host, n) for n in names if hasattr(memory_pool_host, n)]
-    return anchor, kind(pool, anchor, layout, pin_memory=False)
+    return kind(pool, anchor, layout, pin_memory=False)
 
 
 @pytest.fixture(autouse=True)
-def memory_is_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+def memory_is_pageable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pool_fixtures.skip_where_pools_on_cpu_cannot_be_written()
     for name in ("tensor", "zeros", "empty"):  # the fill-in replaces them for good
         monkeypatch.setattr(torch, name, getattr(torch, name))
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
     pageable_memory()
+    with pool_fixtures.one_rank():
+        yield
 
 
 @CODE
@@ -70,7 +80,7 @@ def test_fingerprints_are_the_devices_in_every_layout(
 ) -> None:
     monkeypatch.setattr(HOST, "fingerprint_rows", code.fingerprint_rows)
     pool = pool_fixtures.make_nsa_pool(layers=LAYERS).pool
-    host = _host_pools(pool, layout)[1]
+    host = _host_pool(pool, layout)
     expected = _expected(pool, mode, page=2)
     for layer in range(LAYERS):
         pages = host.index_k_with_scale_buffer
@@ -106,7 +116,7 @@ has_shared_indexers = pytest.mark.skipif(
 def test_layers_without_keys_have_none_in_host_memory() -> None:
     """Host layers are those with keys, one behind the other. Before 0.5.22 SGLang copies beyond its buffers."""
     pool = pool_fixtures.make_nsa_pool(layers=3, skip_topk_layers=[False, True, False]).pool
-    host = _host_pools(pool, "layer_first")[1]
+    host = _host_pool(pool)
     if not hasattr(pool, "host_pool_decls"):
         with pytest.raises(UnsupportedPoolError, match="SGLang itself copies beyond its buffers"):
             host_indexer_content(host, pool)
@@ -122,7 +132,7 @@ def test_layers_without_keys_have_none_in_host_memory() -> None:
 def test_a_group_of_other_host_pools_is_refused() -> None:
     """As one of a model with sliding windows, or one without the indexer's pages."""
     pool = pool_fixtures.make_nsa_pool(layers=LAYERS).pool
-    anchor, indexer = _host_pools(pool, "layer_first")
+    anchor, indexer = MLATokenToKVPoolHost("layer_first"), _host_pool(pool)
     manager = SimpleNamespace(groups=_attached(pool))
     for others in ([], [SimpleNamespace()], [indexer, SimpleNamespace()]):
         entries = [SimpleNamespace(host_pool=each) for each in (anchor, *others)]
