@@ -488,7 +488,7 @@ NOT_STAGED: tuple[NotStaged, ...] = (
     NotStaged(
         "Mooncake#2236",
         "index_k is not stored in the third tier",
-        "the attention kernels of DSA run on GPUs only",
+        "`test_e2e_hicache_dsa.py` removes and damages the indexer's page in storage; the table has no DSA server",
     ),
     NotStaged(
         "sgl#28254",

@@ -65,8 +65,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "HiCache: host memory, and the storage backend file",
         _PARTLY,
-        "MHA and MLA pools; a page without records, or damaged, is not used; what is loaded into a draft pool is not "
-        "checked; on a GPU: MHA, host memory, without speculation",
+        "MHA, MLA and NSA pools; a page without records, or damaged, is not used; what is loaded into a draft pool is "
+        "not checked; on a GPU: MHA, host memory, without speculation",
     ),
     PathSupport(
         "prefill-decode disaggregation over Mooncake",

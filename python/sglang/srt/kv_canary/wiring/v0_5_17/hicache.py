@@ -1,6 +1,6 @@
-"""Hooks on HiCache: models with an indexer have the unified tree here, all others that are covered the radix tree.
+"""Hooks on HiCache: models with an indexer have the unified tree here. All others have the radix tree.
 
-The unified tree loads all of a prefix or nothing, and a request goes on with what it gets. So the canary shortens the
+The unified tree loads all of a prefix or nothing. A request goes on with what it gets. So the canary shortens the
 prefix just before the load.
 """
 
@@ -42,8 +42,8 @@ def _after_init(_: Any, tree: Any, server_args: Any, *more: Any, **kwargs: Any) 
         refuse_tree(tree)
     if args.hicache_storage_backend is not None:
         raise startup_error(
-            f"HiCache with {type(tree).__name__} fetches pages from storage in ways that the canary does not follow on "
-            "this release. Remove --hicache-storage-backend.",
+            f"HiCache with {type(tree).__name__} fetches pages from storage in ways that the canary does not follow. "
+            "Remove --hicache-storage-backend.",
             LOADED,
         )
     start_tier(tree.host_pool_group, _host_slots_of)
@@ -66,7 +66,7 @@ def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
 
 
 def _slots_to_load(tree: Any, node: Any) -> torch.Tensor:
-    """int64[n] on the CPU: host slots of the path to `node`, as far as the device pool does not hold it."""
+    """int64[n] on the CPU: host slots of the path to `node`. What the device pool holds is left out."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase
 
