@@ -137,7 +137,7 @@ def test_a_group_of_other_host_pools_is_refused() -> None:
     for others in ([], [SimpleNamespace()], [indexer, SimpleNamespace()]):
         entries = [SimpleNamespace(host_pool=each) for each in (anchor, *others)]
         group = SimpleNamespace(entries=entries, anchor_entry=entries[0])
-        with pytest.raises(CanaryStartupError, match="HiCache keeps pages in a MLATokenToKVPoolH"):
+        with pytest.raises(CanaryStartupError, match="HiCache keeps pages in MLATokenToKVPoolH"):
             protect(manager, group)
     assert context.host_tier is None
 

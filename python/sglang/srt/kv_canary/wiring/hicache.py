@@ -98,10 +98,10 @@ def protect(
     pools = _pools_of(host)
     kinds = [_kind_of(pool) for pool in pools]
     if None in kinds or kinds != [group.kind for group in manager.groups]:
-        names = " and a ".join(type(pool).__name__ for pool in pools)
-        known = [name for names in _HOST_POOLS.values() for name in names]
+        names = ", ".join(type(pool).__name__ for pool in pools)
+        alone, indexers = (" or ".join(names) for names in _HOST_POOLS.values())
         raise startup_error(
-            f"HiCache keeps pages in a {names}; the canary knows {', '.join(known[:-1])} and {known[-1]}.",
+            f"HiCache keeps pages in {names}; the canary knows {alone} alone, or with {indexers}.",
             LOADED,
         )
     try:
