@@ -26,8 +26,11 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.hicache import protect
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import pool_fixtures
+from sglang_kv_canary_rigs.on_releases import with_hicache
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
+
+pytestmark = with_hicache
 
 PAGE, LAYERS = 64, 2
 CODE = pytest.mark.parametrize("code", [twins, compiled.compile_module()], ids=["python", "c"])
