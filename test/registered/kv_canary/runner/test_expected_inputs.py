@@ -151,6 +151,14 @@ def test_lists_of_any_length_arrive_whole(monkeypatch, tokens, most_in_place):
     assert _found(found) == known
 
 
+def test_lists_that_torch_reads_too_are_on_the_device(monkeypatch):
+    memory = _memory_with_parts(monkeypatch, words_of_lists(1, 8))
+    known = [KnownTokens(0, [7])]
+    found = ExpectedTokens.from_lists(known, "cpu", memory, on_device=True)
+    assert found.tokens.data_ptr() == memory.words.data_ptr()
+    assert _found(found) == known
+
+
 @needs_gpu
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_busy_gpu_gets_each_forwards_lists(monkeypatch, in_place):

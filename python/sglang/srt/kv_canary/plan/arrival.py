@@ -70,7 +70,7 @@ def check_plan(
     none = torch.zeros(len(arrivals), dtype=torch.int32, device=device)
     write = WritePlan(nothing, nothing, nothing, none, none, 0, Mode.ARRIVAL)
     verify = _verify(arrivals, [a.length for a in arrivals], device)
-    expected = ExpectedTokens.from_lists(known, device, memory)
+    expected = ExpectedTokens.from_lists(known, device, memory, on_device=True)
     return ForwardPlan(verify, write, req_to_token, expected)
 
 

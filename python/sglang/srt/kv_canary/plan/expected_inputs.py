@@ -64,10 +64,10 @@ class ListMemory:
         self._turn = 0
         self._unread: _Part | None = None  # the last one: what reads it may not be queued yet
 
-    def put(self, known: list[KnownTokens], words: int) -> Lists | None:
+    def put(self, known: list[KnownTokens], words: int, on_device: bool = False) -> Lists | None:
         """Lists of `words` words, for what is queued on the current stream before the next lists are put.
 
-        None: they do not fit. The host does not wait.
+        `on_device`: not in place, because torch reads them, too. None: they do not fit. The host does not wait.
         """
         if words > self.words.shape[0]:
             return None
@@ -83,7 +83,7 @@ class ListMemory:
             return self._lists
         self._turn, self._unread = (self._turn + 1) % TURNS, part
         HOST.pack_lists(known, part.address, words)
-        if words <= MOST_WORDS_IN_PLACE:
+        if words <= MOST_WORDS_IN_PLACE and not on_device:
             return part.lists
         size = (words - 1).bit_length()
         self._views[size].copy_(part.views[size], non_blocking=True)
@@ -154,8 +154,9 @@ class ExpectedTokens:
         known: Sequence[KnownTokens],
         device: torch.device | str,
         memory: ListMemory | None = None,
+        on_device: bool = False,
     ) -> ExpectedTokens:
-        """From one KnownTokens per request.
+        """From one KnownTokens per request. `on_device`: for torch, too. Kernels also read memory of the host.
 
         Lists that fit into `memory`, of `device`, are put there, in order of the current stream. They stay valid
         until the next lists are put. A separate allocation would move SGLang's activations, which slows prefill by
@@ -167,7 +168,7 @@ class ExpectedTokens:
             return cls.nothing(len(known), device)
         # One copy for both: it does not wait, but each copy costs host time.
         size = SPAN_WORDS * len(known) + max(1, (count + 1) // 2)
-        lists = None if memory is None else memory.put(list(known), size)
+        lists = None if memory is None else memory.put(list(known), size, on_device)
         if lists is not None:
             return cls(lists.tokens, lists.spans(len(known)))
         host = _packed(list(known), size, device.type == "cuda")
