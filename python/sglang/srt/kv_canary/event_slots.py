@@ -28,7 +28,7 @@ class SlotTable:
 
     MOST_EVENTS = 256
 
-    __slots__ = ("_bytes", "events", "slots", "words")
+    __slots__ = ("_bytes", "_of_gpu", "events", "slots", "words")
 
     def __init__(self, pinned: bool) -> None:
         """`pinned`: so that a GPU reads it."""
@@ -36,16 +36,19 @@ class SlotTable:
             self.MOST_EVENTS * COLUMNS, dtype=torch.int64, pin_memory=pinned
         )  # rows of COLUMNS
         self._bytes = memoryview(self.words.numpy()).cast("B")
+        self._of_gpu = pinned
         self.events = self.slots = 0  # how many it lists
 
     def fill(self, lists: Sequence[torch.Tensor]) -> bool:
-        """List these, int32 or int64 without gaps. False: it cannot, and lists nothing."""
+        """List these, int32 or int64 of its device without gaps. False: it cannot, and lists nothing."""
         if len(lists) > self.MOST_EVENTS:
             return False
         rows, place = array("q"), 0
         for slots in lists:
             dtype = slots.dtype
             if not slots.is_contiguous() or dtype not in _IS_WIDE:
+                return False
+            if slots.is_cuda is not self._of_gpu:
                 return False
             count = slots.shape[0]
             rows.extend((slots.data_ptr(), place, count, _IS_WIDE[dtype]))

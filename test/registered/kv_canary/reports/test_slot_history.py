@@ -16,7 +16,6 @@ import torch
 import sglang_kv_canary
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary import cuda_streams
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.reports import slot_history, violation_reporter
@@ -115,48 +114,6 @@ def test_a_slot_that_two_calls_of_one_group_free_has_both_calls() -> None:
     history.keep([event(FREE, 1, [4, 5, 6, 5], calls=(3, 1, "ada", 1, 0, "bob"))])
     assert [m.request_id for m in history.of(PoolKind.FULL, 5)] == ["ada", "bob"]
     assert [m.request_id for m in history.of(PoolKind.FULL, 4)] == ["ada"]
-
-
-class DeviceEvent:
-    """Stands for a CUDA event, which a CPU has not: over when the device has come to where it was recorded."""
-
-    reached = 0  # by the device
-    recorded = 0  # by the host
-
-    def __init__(self) -> None:
-        self._at = 0
-
-    def record(self) -> None:
-        DeviceEvent.recorded += 1
-        self._at = DeviceEvent.recorded
-
-    def query(self) -> bool:
-        return DeviceEvent.reached >= self._at
-
-
-def test_each_copy_is_known_once_it_is_over_also_if_the_next_one_is_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A prefill's copy is over when its layers are. By then the next step has queued its own."""
-    history = SlotHistory(64, "cpu", SITES)
-    history._cuda = True
-    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
-    monkeypatch.setattr(cuda_streams, "record", lambda event, _: event.record())
-    DeviceEvent.reached = DeviceEvent.recorded = 0
-    for step in range(1, 20):
-        history.keep([event(FREE, step, [step])])
-        assert told(history.of(PoolKind.FULL, step)) == []
-        DeviceEvent.reached = DeviceEvent.recorded - 1
-        assert told(history.of(PoolKind.FULL, step - 1)) == [(FREE, step - 1)][: step - 1]
-    for step in range(20, 40):  # the device stands still
-        history.keep([event(FREE, step, [step])])
-    assert len(history._copies.waiting) == slot_history.MOST_COPIES
-    DeviceEvent.reached = DeviceEvent.recorded
-    assert told(history.of(PoolKind.FULL, 22)) == [(FREE, 22)]
-    assert told(history.of(PoolKind.FULL, 39)) == []
-    history.keep([event(FREE, 40, [40])])
-    DeviceEvent.reached = DeviceEvent.recorded
-    assert told(history.of(PoolKind.FULL, 39)) == [(FREE, 39)]
 
 
 def test_after_a_lost_event_nothing_before_it_is_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from collections import deque
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -558,7 +559,7 @@ def test_slots_of_events_stay_allocated_until_they_are_read(count: int, monkeypa
     monkeypatch.setattr(cuda_streams, "record", lambda *_: None)
     monkeypatch.setattr(_StreamEvent, "has_run", False)
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
-    ledger = _ledger([], groups)
+    ledger = _ledger(deque(maxlen=0), groups)  # keeps none of them alive
     freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(count)]
     alive = [weakref.ref(slots) for slots in freed]
     for slots in freed:
@@ -628,7 +629,9 @@ def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_siz
     assert ledger.apply() == 0
 
 
-def _ledger(launched: list[tuple], groups: tuple, history: SlotHistory | None = None) -> SlotLedger:
+def _ledger(
+    launched: list[tuple] | deque[tuple], groups: tuple, history: SlotHistory | None = None
+) -> SlotLedger:
     """Whose launches, but for the join of slots, are noted in `launched` and not run."""
     backend = SimpleNamespace(
         apply_slot_event=lambda *launch: launched.append(launch),

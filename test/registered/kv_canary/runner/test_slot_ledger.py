@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,29 +135,46 @@ class _Event:
 
 
 class _Queue:
-    """A ledger whose launches run when `end` says so, as on a GPU."""
+    """A ledger whose joins run when `end` says so, as on a GPU. What it applies is not run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._joins: list[tuple[Any, ...]] = []  # since the last event
+        self._joins_before: dict[_Event, list[tuple[Any, ...]]] = {}
+
         def keep(borrowed: BorrowedTensors, tensors: Any, beside: Any = None) -> bool:
-            borrowed.waiting.append((_Event(), (tensors, beside)))
+            event = _Event()
+            self._joins_before[event], self._joins = self._joins, []
+            borrowed.waiting.append((event, (tensors, beside)))
             return True
 
         monkeypatch.setattr(BorrowedTensors, "keep", keep)
         self.history = SlotHistory(4096, "cpu", [CallSite("", ("f",))])
-        self.ledger = SlotLedger(reference, (live_group(HOST),), make_state(HOST), self.history)
+        self.history._cuda = True  # a copy does not wait
+        backend = SimpleNamespace(
+            apply_slot_runs=lambda *_: None, join_slots=lambda *join: self._joins.append(join)
+        )
+        self.ledger = SlotLedger(backend, (live_group(HOST),), make_state(HOST), self.history)
+
+    def record(self, kind: SlotEventKind, slot: int, dtype: torch.dtype = torch.int64) -> None:
+        slots = torch.tensor([slot], dtype=dtype)
+        self.ledger.record(kind, PoolKind.FULL, slots, 1, 1, (1, 0, f"request {slot}"))
 
     def free_and_hand_out(self, slot: int, dtype: torch.dtype = torch.int64) -> None:
-        for kind in (FREE, ALLOC):
-            slots = torch.tensor([slot], dtype=dtype)
-            self.ledger.record(kind, PoolKind.FULL, slots, 1, 1, (1, 0, f"request {slot}"))
+        self.record(FREE, slot, dtype)
+        self.record(ALLOC, slot, dtype)
         assert self.ledger.apply() == 1
 
-    def end(self, count: int) -> None:
-        for event, _ in list(self.ledger._borrowed.waiting)[:count]:
+    @property
+    def events(self) -> list[_Event]:
+        return [event for event, _ in self.ledger._borrowed.waiting]
+
+    def end(self, *events: _Event) -> None:
+        for event in events:
+            for join in self._joins_before[event]:
+                reference.join_slots(*join)
             event.is_over = True
 
     def known(self, slot: int) -> list[SlotEventKind]:
-        self.history.catch_up()
         return [moment.kind for moment in self.history.of(PoolKind.FULL, slot)]
 
 
@@ -168,29 +185,58 @@ def test_the_history_knows_slots_once_the_launch_that_joins_them_has_run(
     for slot in (3, 4, 5):
         queue.free_and_hand_out(slot)
     assert [queue.known(slot) for slot in (3, 4, 5)] == [[], [], []]
-    queue.end(2)
+    queue.end(*queue.events[:2])
     assert [queue.known(slot) for slot in (3, 4, 5)] == [[FREE, ALLOC], [FREE, ALLOC], []]
-    queue.end(3)
+    queue.end(*queue.events)
     assert queue.known(5) == [FREE, ALLOC]
+
+
+def test_what_torch_has_copied_on_another_stream_is_known_after_the_joins_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ring lacks the join's slots until then, and has older ones in their places."""
+    queue = _Queue(monkeypatch)
+    queue.history.ring.fill_(9)
+    queue.free_and_hand_out(3)  # joined behind a prefill's layers
+    queue.record(ALLOC, 5)
+    queue.history.catch_up()  # copied on the schedule stream, which has nothing else to do
+    join, copy = queue.events
+    queue.end(copy)
+    assert [queue.known(slot) for slot in (3, 5, 9)] == [[], [], []]
+    queue.end(join)
+    assert [queue.known(slot) for slot in (3, 5, 9)] == [[FREE, ALLOC], [ALLOC], []]
 
 
 def test_while_the_device_reads_all_tables_torch_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     queue, joined = _Queue(monkeypatch), []
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda tensors: joined.append(len(tensors)) or cat(tensors))
-    for round_ in range(TABLES):
-        queue.free_and_hand_out(1 + round_)
+    for slot in range(1, TABLES + 1):
+        queue.free_and_hand_out(slot)
     assert not joined
-    queue.free_and_hand_out(1 + TABLES)
+    queue.free_and_hand_out(TABLES + 1)
     assert joined == [2]
-    queue.end(1)
-    queue.free_and_hand_out(2 + TABLES)
+    queue.end(queue.events[0])
+    queue.free_and_hand_out(TABLES + 2)
     assert joined == [2]
-    queue.free_and_hand_out(3 + TABLES)
+    queue.free_and_hand_out(TABLES + 3)
     assert joined == [2, 2]
-    queue.end(100)
-    assert all(queue.known(1 + i) == [FREE, ALLOC] for i in range(TABLES + 3))
-    queue.ledger.apply()
+    assert queue.known(TABLES + 1) == queue.known(TABLES + 3) == []
+    queue.end(*queue.events)
+    assert all(queue.known(slot) == [FREE, ALLOC] for slot in range(1, TABLES + 4))
+    assert len(queue.ledger._joins._tables) == TABLES
+
+
+def test_a_join_that_fails_costs_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = _Queue(monkeypatch)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no launch")
+
+    monkeypatch.setattr(queue.ledger._joins, "_join", broken)
+    for _ in range(TABLES + 1):
+        with pytest.raises(RuntimeError, match="no launch"):
+            queue.free_and_hand_out(3)
     assert len(queue.ledger._joins._tables) == TABLES
 
 
@@ -200,7 +246,7 @@ def test_slots_that_a_table_cannot_list_are_joined_by_torch(
     queue = _Queue(monkeypatch)
     queue.free_and_hand_out(3, torch.int16)
     assert len(queue.ledger._joins._tables) == TABLES
-    queue.end(1)
+    queue.end(*queue.events)
     assert queue.known(3) == [FREE, ALLOC]
     many = torch.arange(1, MOST_SLOTS + 2) % SLOTS
     queue.ledger.record(ALLOC, PoolKind.FULL, many, 1, 1, (len(many), 0, None))

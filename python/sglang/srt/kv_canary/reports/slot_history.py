@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..cuda_streams import EventQueue
 from ..event_slots import slots_of
 from ..pool_kind import PoolKind
 from ..slot_event import CallSite, SlotEvent, SlotEventKind
 from .slot_moment import SlotMoment
 
 MAX_EVENTS = 16384
-MOST_COPIES = 4  # under way that have an event of their own
 MAX_SHOWN = 6  # newest moments of a slot
 
 # An event without its tensors: kind, pool kind (both as values), page size, step, and then its SlotCalls.
@@ -53,11 +51,11 @@ class SlotHistory:
         self._kept: deque[_Kept] = deque(maxlen=MAX_EVENTS)
         self.written = 0  # slots so far; the ring has the newest ones
         self._arrived = 0  # of them, slots whose copy is known to be complete
-        # Copies under way: slots by then. A prefill's copy ends with its layers, after the next step has queued its own
-        self._copies = EventQueue()
         self._index: _Index | None = None
         # Makes the ledger that keeps it tell the events that wait there
         self.catch_up: Callable[[], None] = lambda: None
+        # Makes it call `note_arrived` for what has arrived. Never waits
+        self.take_arrived: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -113,26 +111,12 @@ class SlotHistory:
             at = position % capacity
             self.ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
             position += part.shape[0]
-        self._note_copy(slots)
-
-    def _note_copy(self, slots: torch.Tensor) -> None:
-        if not self._cuda:
+        if not self._cuda:  # on a CPU a copy waits
             self.note_arrived(self.written)
-            return
-        if len(self._copies.waiting) >= MOST_COPIES:  # to ask takes as long as to record one
-            self._take_arrived()
-        if len(self._copies.waiting) < MOST_COPIES:
-            self._copies.add(self.written, slots)
-
-    def _take_arrived(self) -> None:
-        """Take up the copies that are over, which are all on the forward stream. Never waits."""
-        arrived = self._copies.take_done()
-        if arrived is not None:
-            self.note_arrived(arrived)
 
     def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:
         """The newest MAX_SHOWN events of a slot of the allocator of `kind`, oldest first. Never waits."""
-        self._take_arrived()
+        self.take_arrived()
         index = self._current_index()
         kept, starts = index.events, index.starts
         if not kept:

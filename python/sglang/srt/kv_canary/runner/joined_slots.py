@@ -16,12 +16,12 @@ MOST_SLOTS = 16384  # that are joined where a launch before has joined others; f
 
 
 class Joining:
-    """What a launch that joins slots still reads, or writes to the history."""
+    """What the device still reads to join slots, or writes to the history."""
 
     __slots__ = ("table", "written")
 
-    def __init__(self, table: SlotTable, written: int) -> None:
-        """`written`: how many slots the history has when it has run; 0: it has no part in it."""
+    def __init__(self, table: SlotTable | None, written: int) -> None:
+        """`table`: None: torch joins. `written`: slots that the history has then; 0: it takes no part."""
         self.table, self.written = table, written
 
 
@@ -43,26 +43,31 @@ class JoinedSlots:
         lists = [event.slots for event in events if event.slots is not None]
         table = self._tables[-1] if lists and self._tables else None
         if table is None or not table.fill(lists) or table.slots > MOST_SLOTS:
-            return self._by_torch(events, history), None
+            return self._by_torch(events, history)
         position = None if history is None else history.begin(events, table.slots)
         if history is not None and position is None:
-            return self._by_torch(events, history), None
-        self._tables.pop()
+            return self._by_torch(events, history)
         if position is None:
             self._join(table, self._joined)
-            return self._joined[: table.slots], Joining(table, 0)
-        self._join(table, self._joined, history.ring, position)
-        return self._joined[: table.slots], Joining(table, history.written)
+        else:
+            self._join(table, self._joined, history.ring, position)
+        self._tables.pop()
+        written = 0 if history is None else history.written
+        return self._joined[: table.slots], Joining(table, written)
 
     @staticmethod
-    def _by_torch(events: Sequence[SlotEvent], history: SlotHistory | None) -> torch.Tensor | None:
+    def _by_torch(
+        events: Sequence[SlotEvent], history: SlotHistory | None
+    ) -> tuple[torch.Tensor | None, Joining | None]:
         slots = slots_of(events)
-        if history is not None:
-            history.keep(events, slots)
-        return slots
+        if history is None:
+            return slots, None
+        history.keep(events, slots)
+        return slots, None if slots is None else Joining(None, history.written)
 
     def give_back(self, joining: Joining, history: SlotHistory | None) -> None:
-        """Its launch has run."""
-        self._tables.append(joining.table)
+        """What it names has been read and written."""
+        if joining.table is not None:
+            self._tables.append(joining.table)
         if joining.written:
             history.note_arrived(joining.written)

@@ -45,7 +45,7 @@ class SlotLedger:
         self._state = state
         self._history = history
         if history is not None:
-            history.catch_up = self.tell_history
+            history.catch_up, history.take_arrived = self.tell_history, self._let_go
         self._borrowed = BorrowedTensors()
         self._joins = JoinedSlots(backend, state.summary.device)
         self._joining: Joining | None = None  # of the events that are being applied
@@ -146,7 +146,10 @@ class SlotLedger:
             return
         self._told = len(self._events)
         self._history.keep(new)
-        self._borrowed.keep([event.slots for event in new if event.slots is not None])
+        slots = [event.slots for event in new if event.slots is not None]
+        if slots:
+            self._joining = Joining(None, self._history.written)
+            self._borrow(slots)
 
     def _untold(self) -> list[SlotEvent]:
         """What the history does not have yet."""
