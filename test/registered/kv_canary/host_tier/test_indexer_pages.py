@@ -117,7 +117,10 @@ has_shared_indexers = pytest.mark.skipif(
 
 @has_shared_indexers
 def test_layers_without_keys_have_none_in_host_memory() -> None:
-    """Host layers are those with keys, one behind the other. Before 0.5.22 SGLang copies beyond its buffers."""
+    """Host layers are those with keys, one behind the other. A pool with layers without keys is refused before 0.5.22.
+
+    There SGLang would copy them beyond its buffers. It makes no such pool with HiCache.
+    """
     pool = pool_fixtures.make_nsa_pool(layers=3, skip_topk_layers=[False, True, False]).pool
     host = _host_pool(pool)
     if not hasattr(pool, "host_pool_decls"):

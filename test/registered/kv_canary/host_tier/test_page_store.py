@@ -128,6 +128,25 @@ def fetch(store: PageStore, folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -
     return store.accept("r", key, TOKENS, rig.host[:PAGE], known)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_page_that_another_server_has_stored_since_the_claim_is_not_used(
+    rig: HiCacheRig, tmp_path: Path, is_there: bool
+) -> None:
+    """SGLang keeps a page that is there. Its bytes are not those of this server's records, as a rule."""
+    store = store_in(tmp_path, rig)
+    ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing).ours
+    if is_there:
+        write_page(tmp_path, rig, KEYS[0])
+    store.give_up_present(ours)
+    for key in ours:
+        write_page(tmp_path, rig, key)
+    store.settle(ours, store.files.has_page)
+    kept = KEYS[1:2] if is_there else KEYS[:2]
+    assert [key for key in KEYS[:2] if store.files.has_page(key)] == kept
+    assert [key for key in KEYS[:2] if store.files.read(key) is not None] == kept
+    assert bool(fetch(store, tmp_path, rig)) is not is_there
+
+
 def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> None:
     store = store_in(tmp_path, rig)
     assert store.claim(KEYS, rig.host, nothing)[:2] == ([*range(5)], KEYS)

@@ -291,6 +291,17 @@ class PageStore:
         # Its server may live, and store its page now or have just stored it: nobody can tell. The mark stays.
         return self.files.take_over(key, data)
 
+    def give_up_present(self, keys: Sequence[str]) -> None:
+        """Of these pages, which this server is about to store, those that are there are of a server without records.
+
+        The backend keeps them, and their bytes need not be this server's. So they go with the records in `settle`.
+        """
+        present = [key for key in keys if self.files.has_page(key)]
+        with self._lock:
+            for key in present:
+                if key in self._storing:
+                    self._storing[key].is_wanted = False
+
     def settle(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
         """The backend has stored these pages, or has failed to."""
         with self._lock:

@@ -200,7 +200,10 @@ def _store_indexer(store: PageStore, keys: Sequence[str], slots: torch.Tensor) -
         return True
     for key in keys:  # a half that is left of an evicted page: SGLang would not replace it
         store.files.remove_page(key)
-    return all(_move(store.backend.batch_set_v2, name, keys, slots))
+    stored = all(_move(store.backend.batch_set_v2, name, keys, slots))
+    # A server without the canary has stored the other half since: it stores all indexer's pages first.
+    store.give_up_present(keys)
+    return stored
 
 
 def _move(move: Callable[..., Any], name: Any, keys: Sequence[str], slots: torch.Tensor) -> Any:
