@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.wiring import disaggregation, schedule_stream
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.forward_stream import await_forwards
+from sglang_kv_canary.wiring.forward_stream import await_forwards, on_forward_stream
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -32,6 +34,37 @@ def test_the_stream_of_the_forwards_is_the_schedulers(
     on_gpu = device != "cpu"
     assert context.forward_stream == (FORWARDS if on_gpu else None)
     assert manager.schedule_stream == ("allocations" if on_gpu else None)
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "stages", "apart"), [(True, 1, True), (False, 2, True), (False, 1, False)]
+)
+def test_what_is_checked_between_forwards_is_on_their_stream(
+    monkeypatch: pytest.MonkeyPatch, overlaps: bool, stages: int, apart: bool
+) -> None:
+    """SGLang runs forwards of pipeline stages on it, too, where nothing overlaps."""
+    calls: list[Any] = []
+
+    @contextmanager
+    def stream(of: Any) -> Iterator[None]:  # a CPU has none
+        calls.append("begins")
+        yield
+        calls.append("ends")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    summary = SimpleNamespace(is_cuda=True)
+    scheduler = SimpleNamespace(
+        enable_overlap=overlaps,
+        server_args=SimpleNamespace(pp_size=stages),
+        forward_stream=SimpleNamespace(
+            wait_stream=lambda other: calls.append(f"waits for {other}")
+        ),
+        schedule_stream="allocations",
+    )
+    with on_forward_stream(scheduler, SimpleNamespace(state=SimpleNamespace(summary=summary))):
+        calls.append("check")
+    around = ["begins", "waits for allocations", "check", "ends"]
+    assert calls == (around if apart else ["check"])
 
 
 @pytest.mark.parametrize("has_streams", [True, False])

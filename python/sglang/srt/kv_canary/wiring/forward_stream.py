@@ -10,18 +10,24 @@ import torch
 
 from ..runner.manager import CanaryManager
 from .context import context
+from .releases import release
 
 __all__ = ["await_forwards", "on_forward_stream"]
 
 
 @contextmanager
 def on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
-    if not manager.state.summary.is_cuda or not scheduler.enable_overlap:
+    if not manager.state.summary.is_cuda or not _have_a_stream(scheduler):
         yield
         return
     with torch.cuda.stream(scheduler.forward_stream):
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
         yield
+
+
+def _have_a_stream(scheduler: Any) -> bool:
+    """Whether forwards run on a stream of their own. Those of pipeline stages do so without overlap, too."""
+    return scheduler.enable_overlap or release().settled(scheduler.server_args).pp_size > 1
 
 
 def await_forwards() -> None:
