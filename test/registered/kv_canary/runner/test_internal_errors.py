@@ -573,7 +573,7 @@ def test_each_hook_that_runs_while_serving_is_guarded(in_context: Any, caplog: A
     context.allocator_kinds[None] = PoolKind.FULL
     started = ("startup_check", "last_words", "memory")  # main process and start-up
     at_start = {"_install", "_after_pools_exist", "_attach_radix_cache", "_mark_init_finished"}
-    at_start |= {"_after_tree", "_refuse_tree"}  # of HiCache
+    at_start |= {"_after_tree", "refuse_tree"}  # of HiCache
     at_start |= {"_after_state_args"}  # of transfers
     called = set()
     for hook in collect_hooks():
