@@ -63,7 +63,7 @@ class EventQueue:
         record(done, tensor)
         self.waiting.append((done, value))
 
-    def take_each_done(self) -> list[Any]:
+    def take_done(self) -> list[Any]:
         """Let go of the values whose time is over, and return them."""
         values = []
         while self.waiting and self.waiting[0][0].query():
@@ -71,11 +71,6 @@ class EventQueue:
             self._spare.append(done)
             values.append(value)
         return values
-
-    def take_done(self) -> Any | None:
-        """The same, but returns the last of them, None without one."""
-        values = self.take_each_done()
-        return values[-1] if values else None
 
 
 class OnStream:

@@ -14,7 +14,7 @@ class BorrowedTensors(EventQueue):
     """As `Tensor.record_stream`, but one event serves many tensors, and no allocation has to ask for it."""
 
     def keep(self, tensors: Sequence[torch.Tensor], beside: Any = None) -> bool:
-        """Until what is queued on the current stream has run, and `take_each_done` is called, which has `beside`.
+        """Until what is queued on the current stream has run, and `take_done` is called, which has `beside`.
 
         False: they are tensors of a CPU, and nothing is queued.
         """

@@ -44,15 +44,14 @@ class JoinedSlots:
         table = self._tables[-1] if lists and self._tables else None
         if table is None or not table.fill(lists) or table.slots > MOST_SLOTS:
             return self._by_torch(events, history)
-        position = None if history is None else history.begin(events, table.slots)
-        if history is not None and position is None:
-            return self._by_torch(events, history)
-        if position is None:
-            self._join(table, self._joined)
-        else:
-            self._join(table, self._joined, history.ring, position)
+        ring, position, written = None, 0, 0
+        if history is not None:
+            ring, position = history.ring, history.begin(events, table.slots)
+            if position is None:
+                return self._by_torch(events, history)
+            written = history.written
+        self._join(table, self._joined, ring, position)
         self._tables.pop()
-        written = 0 if history is None else history.written
         return self._joined[: table.slots], Joining(table, written)
 
     @staticmethod

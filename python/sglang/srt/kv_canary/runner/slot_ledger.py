@@ -183,7 +183,7 @@ class SlotLedger:
 
     def _let_go(self) -> None:
         """Of what queued work has read. Never waits."""
-        for _, joining in self._borrowed.take_each_done():
+        for _, joining in self._borrowed.take_done():
             if joining is not None:
                 self._joins.give_back(joining, self._history)
 
