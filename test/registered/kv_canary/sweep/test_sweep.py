@@ -405,13 +405,7 @@ def test_a_busy_server_sweeps_in_every_nth_step_and_an_idle_one_in_each_tick() -
     (leg,) = legs_of(SweptRig().manager.groups, ContentMode.ALL)
     each = leg.content_bytes_per_slot
     rig = SweptRig(sweep_budget_slots=1000, content_budget_bytes=each, sweep_every_n_steps=3)
-    for i in range(20):
-        rig.serve([1000 + i, *PROMPT])
-    rig.passes(1)
-    while rig.sweep.is_between_passes:
-        rig.idle(1)
-    sizes: list[int] = []
-    rig.manager.launcher = _Spy(rig.manager.launcher, sizes)
+    sizes = _in_a_long_pass(rig)
     per_step = []
     request = rig.admit([1, 2, 3, 4])
     for token in range(9):
@@ -444,13 +438,7 @@ def test_a_part_that_is_due_comes_with_the_next_decode_behind_a_decode() -> None
 def _steps_and_parts(decodes_between: int) -> tuple[int, list[bool]]:
     """Prefills with so many decodes between them: the number of steps, and which of them had a part of a sweep."""
     rig = SweptRig(sweep_budget_slots=1, sweep_every_n_steps=3, content=ContentMode.NONE)
-    for i in range(20):
-        rig.serve([1000 + i, *PROMPT])
-    rig.passes(1)
-    while rig.sweep.is_between_passes:
-        rig.idle(1)
-    sizes: list[int] = []
-    rig.manager.launcher = _Spy(rig.manager.launcher, sizes)
+    sizes = _in_a_long_pass(rig)
     parts: list[bool] = []
     for number in range(8):
         before = len(sizes)
@@ -463,6 +451,18 @@ def _steps_and_parts(decodes_between: int) -> tuple[int, list[bool]]:
         rig.finish(request)
     assert rig.settle() == []
     return len(parts), parts
+
+
+def _in_a_long_pass(rig: SweptRig) -> list[int]:
+    """Begin a pass over 20 prompts. Returns the numbers of slots of its parts from now on."""
+    for i in range(20):
+        rig.serve([1000 + i, *PROMPT])
+    rig.passes(1)
+    while rig.sweep.is_between_passes:
+        rig.idle(1)
+    sizes: list[int] = []
+    rig.manager.launcher = _Spy(rig.manager.launcher, sizes)
+    return sizes
 
 
 class _Spy:
