@@ -2,11 +2,13 @@
 
 The GPU's times are those of CUDA events before and after the layers, on the forward stream. Of an eager or piecewise
 prefill the canary's own work right before and after the layers is not a part of them. A decode graph holds both.
+With EAGLE's overlap worker each graph of a step has marks and events of its own.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import statistics
 from collections.abc import Callable
@@ -28,6 +30,14 @@ class _Step:
     away: float = 0.0  # seconds that the other server has had so far
     begin: Any = None  # CUDA events around the layers
     end: Any = None
+    graphs: list[_Graph] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    name: str
+    begin: Any  # CUDA events around its launch
+    end: Any
 
 
 @dataclass(slots=True)
@@ -101,6 +111,16 @@ class StepTimeline:
         ModelForward.__enter__, ModelForward.__exit__ = before_layers, after_layers
         scheduler.get_next_batch_to_run, scheduler.run_batch = schedule, run
         runner.forward, runner._forward_raw = forward, layers
+        for name, graph in _speculative_graphs(scheduler):
+            graph.replay = functools.partial(self._replay, name, graph)
+
+    def _replay(self, name: str, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        self.mark(f"before the {name} graph")
+        begin = _recorded()
+        found = type(graph).replay(graph, *args, **kwargs)
+        self._steps[-1].graphs.append(_Graph(name, begin, _recorded()))
+        self.mark(f"launch the {name} graph")
+        return found
 
     def leave(self, scheduler: Any) -> None:
         ModelForward.__enter__, ModelForward.__exit__ = self._enter, self._exit
@@ -108,6 +128,8 @@ class StepTimeline:
             delattr(scheduler, name)
         for name in _RUNNER:
             delattr(scheduler.tp_worker.model_runner, name)
+        for _, graph in _speculative_graphs(scheduler):
+            del graph.replay
 
     def figures(self, first: int, last: int) -> dict[str, dict[str, float]]:
         """Of the batches `first` to `last`, by what was launched before and what was launched: means in us."""
@@ -121,12 +143,34 @@ class StepTimeline:
         return {kind: _means(steps) for kind, steps in kinds.items()}
 
 
+def _speculative_graphs(scheduler: Any) -> list[tuple[str, Any]]:
+    """In the order of a step. Empty but for EAGLE's overlap worker."""
+    draft = getattr(getattr(scheduler, "draft_worker", None), "draft_worker", None)
+    found = {
+        "draft": getattr(draft, "cuda_graph_runner", None),
+        "verify": draft and scheduler.tp_worker.model_runner.graph_runner,
+        "draft extend": getattr(draft, "cuda_graph_runner_for_draft_extend", None),
+    }
+    return [(name, graph) for name, graph in found.items() if graph is not None]
+
+
+def _gpu_of_graphs(before: _Step, step: _Step) -> dict[str, float]:
+    """us in each graph, and between it and the one before."""
+    if step.graphs:
+        step.graphs[-1].end.synchronize()
+    found = {}
+    for last, graph in itertools.pairwise([*before.graphs[-1:], *step.graphs]):
+        found[f"GPU before the {graph.name} graph"] = 1e3 * last.end.elapsed_time(graph.begin)
+        found[f"GPU in the {graph.name} graph"] = 1e3 * graph.begin.elapsed_time(graph.end)
+    return found
+
+
 def _gpu(before: _Step, step: _Step) -> dict[str, float]:
     """us. Nothing on a CPU."""
     if before.end is None or step.end is None:
         return {}
     step.end.synchronize()
-    return {
+    return _gpu_of_graphs(before, step) | {
         "GPU between the layers": 1e3 * before.end.elapsed_time(step.begin),
         "GPU in the layers": 1e3 * step.begin.elapsed_time(step.end),
     }

@@ -424,5 +424,52 @@ def test_a_timeline_gives_each_part_its_time_and_waits_apart(
     assert not vars(scheduler).keys() & {"get_next_batch_to_run", "run_batch"}
 
 
+class _Graph:
+    """Stands for a graph runner of SGLang: there are no graphs on a CPU."""
+
+    def __init__(self, clock: SimpleNamespace, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def replay(self, batch: str) -> str:
+        self.clock.seconds += self.seconds
+        return f"{batch} has run"
+
+
+def test_a_timeline_has_each_graph_of_a_speculative_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies before a graph is told from its launch. A worker without a draft graph has the other two."""
+    _churn(monkeypatch)
+    from step_timeline import StepTimeline
+
+    scheduler = _Scheduler()
+    clock, runner = scheduler.clock, scheduler.tp_worker.model_runner
+    verify, extend = _Graph(clock, 0.03), _Graph(clock, 0.05)
+    runner.graph_runner = verify
+    draft = SimpleNamespace(cuda_graph_runner=None, cuda_graph_runner_for_draft_extend=extend)
+    scheduler.draft_worker = SimpleNamespace(draft_worker=draft)
+
+    def run_graphs() -> None:
+        assert verify.replay("a batch") == "a batch has run"
+        clock.seconds += 0.7
+        extend.replay("a batch")
+
+    timeline = StepTimeline(lambda: clock.seconds, lambda: 0.0, lambda: clock.waited)
+    timeline.follow(scheduler)
+    runner.forward = run_graphs
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False))
+    for _ in range(2):
+        scheduler.run_batch(batch)
+    us = {
+        "before the verify graph": 40_000,
+        "launch the verify graph": 30_000,
+        "before the draft extend graph": 700_000,
+        "launch the draft extend graph": 50_000,
+        "sample, and end the launch": 80_000,
+    }
+    found = timeline.figures(0, 1)["decode after decode"]
+    assert {part: found[part] for part in us} == pytest.approx(us, abs=0.2)
+    timeline.leave(scheduler)
+    assert "replay" not in vars(verify) | vars(extend)
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
