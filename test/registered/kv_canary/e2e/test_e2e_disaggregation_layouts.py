@@ -35,6 +35,9 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
+STAGES = pytest.mark.skipif(
+    PdServing.backend == "nixl", reason="refused by name over NIXL; lifted over Mooncake"
+)
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -107,14 +110,14 @@ class TestTensorParallelDecode(Unequal):
     says: ClassVar = "the servers differ in tensor parallelism"
 
 
-@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
+@STAGES
 class TestPipelinePrefill(Unequal):
     transport: ClassVar = StagesToOne
     says: ClassVar = "the servers differ in pipeline parallelism"
 
 
 @BY_HAND
-@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
+@STAGES
 class TestPipelinePrefillToACache(OverAPrefixCache, Unequal):
     transport: ClassVar = StagesToACache
     says: ClassVar = "the servers differ in pipeline parallelism"
@@ -123,6 +126,7 @@ class TestPipelinePrefillToACache(OverAPrefixCache, Unequal):
 
 
 @BY_HAND
+@STAGES
 class TestPipeline(ServesPair, CanaryE2EBase):
     """Each stage sends to its counterpart, so the bytes are checked, too."""
 

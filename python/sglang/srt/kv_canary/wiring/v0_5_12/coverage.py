@@ -45,7 +45,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "two-batch overlap, single-batch overlap",
         _COVERED,
-        "a forward is checked as a whole, before and after its halves; not run on a GPU",
+        "a forward is checked as a whole, before and after its halves; two-batch overlap also on GPUs",
     ),
     PathSupport(
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
@@ -66,7 +66,7 @@ SERVED: tuple[PathSupport, ...] = (
         "HiCache: host memory, and the storage backend file",
         _PARTLY,
         "MHA, MLA and NSA pools; a page without records, or damaged, is not used; what is loaded into a draft pool is "
-        "not checked; on a GPU: MHA, host memory, without speculation",
+        "not checked; on a GPU: MHA and MLA, also with speculation",
     ),
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
