@@ -50,13 +50,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with frozen-KV MTP",
-        lambda args: _transfers(args) and args.speculative_algorithm == "FROZEN_KV_MTP",
-        "SGLang itself: its _init_kv_manager sends the draft model's unused pool of 64 slots by the target's slots, "
-        "past its end.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
-    ),
-    Refusal(
         "PD disaggregation with LoRA and pipeline stages",
         lambda args: (
             _transfers(args) and bool(args.enable_lora or args.lora_paths) and args.pp_size > 1

@@ -40,6 +40,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
+        "PD disaggregation with frozen-KV MTP",
+        lambda args: (
+            args.disaggregation_mode != "null" and args.speculative_algorithm == "FROZEN_KV_MTP"
+        ),
+        "SGLang itself: its _init_kv_manager sends the draft model's unused pool of 64 slots by the target's slots, "
+        "past its end.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "PD disaggregation over NIXL with pipeline parallelism",
         lambda args: (
             args.disaggregation_mode != "null"

@@ -44,6 +44,13 @@ def _sends_while_loading() -> bool:
 
 MORE_TRANSFERS: tuple[Refusal, ...] = (
     Refusal(
+        "PD disaggregation with frozen-KV MTP",
+        lambda args: _transfers(args) and args.speculative_algorithm == "FROZEN_KV_MTP",
+        "SGLang itself: a decode server makes an EAGLE draft input of what has arrived, and its "
+        "FrozenKVMTPDraftWorker ends with it.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "PD disaggregation with NGRAM on the decode server",
         lambda args: args.disaggregation_mode == "decode" and args.speculative_algorithm == "NGRAM",
         "SGLang itself: its process_prebuilt hands the last token alone to FutureMap.stash, which asks for what a "
