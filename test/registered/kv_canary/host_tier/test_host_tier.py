@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
@@ -463,17 +465,51 @@ def test_fingerprints_are_the_devices_in_every_layout(
         assert len(expected.unique()) == len(expected)
 
 
+@st.composite
+def _host_halves(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[Any, ...], int]:
+    """One half of a host pool with random bytes, as `sources_of` takes it, and its slots."""
+    layout = draw(st.sampled_from(["layer_first", "page_first", "page_first_direct"]))
+    layers, page = draw(st.integers(1, 4)), draw(st.sampled_from([1, 4, 16]))
+    slots, row = page * draw(st.integers(1, 5)), draw(st.integers(1, 300))
+    row = draw(st.sampled_from([row, 4 * row]))  # of other rows only the reference knows
+    shape = {
+        "layer_first": (layers, slots, row),
+        "page_first": (slots, layers, row),
+        "page_first_direct": (slots // page, layers, page, row),
+    }[layout]
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    half = torch.randint(0, 256, shape, dtype=torch.uint8)
+    return half, (layout, layers, slots, page), slots
+
+
+@pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
 @CODE
+@given(half=_host_halves(), data=st.data())
+def test_fingerprints_of_any_host_pool_are_those_of_the_reference(mode, code, half, data) -> None:
+    """Rows of MLA and of MHA, whatever their size: sectors beyond a row's end, rows of odd bytes."""
+    memory, described, count = half
+    sources = sources_of(memory, *described)
+    slots = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=40)), dtype=int)
+    sampled_as = torch.randint(0, 1 << 30, slots.shape)
+    expected = content_fingerprint(sources, slots, mode, sampled_as)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HOST, "fingerprint_rows", code.fingerprint_rows)
+        (found,) = HostContent((sources,), mode).fingerprints(slots.numpy(), sampled_as.numpy())
+    assert found.tolist() == expected.tolist()
+
+
+@CODE
+@pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("page", [1, 16])
 def test_all_slots_of_a_pool_have_fingerprints_and_no_others(
-    layout, page, code, monkeypatch
+    layout, page, mode, code, monkeypatch
 ) -> None:
     """C and NumPy's views check no bounds of their own."""
     monkeypatch.setattr(HOST, "fingerprint_rows", code.fingerprint_rows)
     rig = HiCacheRig(monkeypatch, layout=layout, real=make_mha_pool(size=512, page_size=page))
     size, slots = rig.host_pool.size, np.arange(rig.host_pool.size)
-    content = HostContent(rig.tier.content, ContentMode.ALL)
+    content = HostContent(rig.tier.content, mode)
     assert content.fingerprints(slots, slots).shape == (2, size)
     for beyond in (-1, size):
         with pytest.raises(IndexError, match=f"expected slots below {size}, got {beyond}"):

@@ -418,6 +418,8 @@ class _Memory:
         self.slots = draw(st.lists(st.integers(0, 40), max_size=20))
         self.limit = max(self.slots, default=0) + draw(st.integers(1, 3))
         self.halves = draw(st.lists(st.lists(SOURCE, max_size=4), max_size=3))
+        numbers = st.lists(INT64, min_size=len(self.slots), max_size=len(self.slots))
+        self.sampled_by = draw(st.none() | numbers)
         seed = draw(st.integers(0, 2**32 - 1))
         ends = [self._end(*source) for half in self.halves for source in half]
         self.bytes = np.random.default_rng(seed).bytes(max(ends, default=0))
@@ -437,14 +439,22 @@ class _Memory:
 
     def expected(self) -> list[list[int]]:
         """By the definition in `record`, in Python."""
-        return [[self._hash(half, slot) for slot in self.slots] for half in self.halves]
+        return [[self._hash(half, i) for i in range(len(self.slots))] for half in self.halves]
 
-    def _hash(self, half: list[Any], slot: int) -> int:
-        total = record.CONTENT_BASE
-        for offset, page, page_stride, stride, words, key in half:
+    def _read(self, i: int, index: int, words: int) -> range:
+        """The words that count of the row of the i-th slot in source number `index`."""
+        if self.sampled_by is None or not words:
+            return range(words)
+        mixed = record.mix64((self.sampled_by[i] * 65536 + index) % 2**64)
+        sector = (mixed >> 33) % -(-words // 8)
+        return range(8 * sector, min(8 * sector + 8, words))
+
+    def _hash(self, half: list[Any], i: int) -> int:
+        total, slot = record.CONTENT_BASE, self.slots[i]
+        for index, (offset, page, page_stride, stride, words, key) in enumerate(half):
             first = offset + slot // page * page_stride + slot % page * stride
             row = self.bytes[first : first + 4 * words]
-            for number in range(words):
+            for number in self._read(i, index, words):
                 word = int.from_bytes(row[4 * number : 4 * number + 4], "little")
                 total += word * ((record.mix64(number) * key) | 1)
         return total % 2**64
@@ -465,19 +475,22 @@ MEMORY = st.composite(lambda draw: _Memory(draw))()
 @given(MEMORY, WIDTHS)
 def test_fingerprints_are_equal_and_as_defined(memory: _Memory, width: type) -> None:
     slots, tables = np.array(memory.slots, dtype=width), memory.tables(twins.SOURCE_COLUMNS)
+    by = memory.sampled_by
+    asked = tables, slots, memory.limit, None if by is None else np.array(by, np.int64)
     for code in (C, ANY_X86, twins):
-        found = np.frombuffer(code.fingerprint_rows(tables, slots, memory.limit), np.uint64)
+        found = np.frombuffer(code.fingerprint_rows(*asked), np.uint64)
         assert found.reshape(len(tables), len(slots)).tolist() == memory.expected()
 
 
-def test_many_rows_are_equal() -> None:
+@pytest.mark.parametrize("words", [2048, 2044])
+@pytest.mark.parametrize("samples", [False, True])
+def test_many_rows_are_equal(words: int, samples: bool) -> None:
     """C lets other threads run meanwhile."""
-    row = np.arange(2048, dtype=np.uint32)[::-1].copy()
-    table = np.array([[row.ctypes.data, 1, 0, 0, 2048, 2**61 + 1]])
-    slots = np.arange(1100)
-    assert C.fingerprint_rows((table,), slots, 1100) == twins.fingerprint_rows(
-        (table,), slots, 1100
-    )
+    row = np.arange(words, dtype=np.uint32)[::-1].copy()
+    table = np.array([[row.ctypes.data, 1, 0, 0, words, 2**61 + 1]])
+    slots = np.arange(33_000 if samples else 1100)
+    asked = (table,), slots, len(slots), slots[::-1] if samples else None
+    assert C.fingerprint_rows(*asked) == twins.fingerprint_rows(*asked)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.data(), WIDTHS)
@@ -629,9 +642,16 @@ ONE_SOURCE = np.array([[ROWS.ctypes.data, 1, 16, 0, 4, 3]])
 def test_slots_beyond_the_memory_raise(code: ModuleType, slot: int) -> None:
     slots = np.array([3, 0, slot, 1])
     with pytest.raises(IndexError, match=f"expected slots below 4, got {slot}"):
-        code.fingerprint_rows((ONE_SOURCE,), slots, 4)
+        code.fingerprint_rows((ONE_SOURCE,), slots, 4, None)
     with pytest.raises(IndexError, match=f"expected slots below 4, got {slot}"):
         code.leading(np.ones(4, np.uint8), slots)
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_each_slot_has_a_number_to_sample_by(code: ModuleType, count: int) -> None:
+    with pytest.raises(ValueError, match=f"expected 4 numbers to sample by, got {count}"):
+        code.fingerprint_rows((ONE_SOURCE,), np.arange(4), 4, np.arange(count))
 
 
 @BOTH
@@ -639,12 +659,12 @@ def test_sources_of_another_shape_raise(code: ModuleType) -> None:
     slots = np.arange(2)
     for table in (ONE_SOURCE[:, :5].copy(), ONE_SOURCE[0], ONE_SOURCE.astype(np.int32)):
         with pytest.raises(TypeError, match="expected int64 with 6 columns"):
-            code.fingerprint_rows((table,), slots, 4)
+            code.fingerprint_rows((table,), slots, 4, None)
     for column, value in ((1, 0), (4, -1)):
         table = ONE_SOURCE.copy()
         table[0, column] = value
         with pytest.raises(ValueError, match="expected rows of words in pages of slots"):
-            code.fingerprint_rows((ONE_SOURCE, table), slots, 4)
+            code.fingerprint_rows((ONE_SOURCE, table), slots, 4, slots)
 
 
 @BOTH
@@ -754,10 +774,12 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.describe_pages(np.arange(3), np.arange(3), (1,), 32, (0, 0)),
         lambda: C.describe_pages(np.arange(3), np.arange(3), ((1, 2),), 32, (0,)),
         lambda: C.describe_pages([1], np.arange(3), (), 32, (0, 0)),
-        lambda: C.fingerprint_rows([ONE_SOURCE], np.arange(3), 4),
-        lambda: C.fingerprint_rows((ONE_SOURCE,), np.arange(3)),
-        lambda: C.fingerprint_rows((ONE_SOURCE,), [1], 4),
-        lambda: C.fingerprint_rows((3,), np.arange(3), 4),
+        lambda: C.fingerprint_rows([ONE_SOURCE], np.arange(3), 4, None),
+        lambda: C.fingerprint_rows((ONE_SOURCE,), np.arange(3), 4),
+        lambda: C.fingerprint_rows((ONE_SOURCE,), [1], 4, None),
+        lambda: C.fingerprint_rows((3,), np.arange(3), 4, None),
+        lambda: C.fingerprint_rows((ONE_SOURCE,), np.arange(3), 4, [1, 2, 3]),
+        lambda: C.fingerprint_rows((ONE_SOURCE,), np.arange(3), 4, np.ones(3)),
         lambda: C.are_equal(FOUND),
         lambda: C.count_pairs(FOUND, 0),
         lambda: C.count_pairs(FOUND, 0, "1"),
@@ -1056,9 +1078,13 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "pages", lambda: C.describe_pages(*pages, bases, 32, (0, 1))
     yield "pages fail", lambda: C.describe_pages(*pages, (*bases, (1, None)), 32, (0, 1))
     yield "pages of another type", lambda: C.describe_pages(numbers, tensor, bases, 32, (0, 1))
-    yield "rows", lambda: C.fingerprint_rows((ONE_SOURCE, ONE_SOURCE), numbers[:4], 4)
-    yield "rows of another type", lambda: C.fingerprint_rows((ONE_SOURCE, 3), numbers[:4], 4)
-    yield "rows beyond", lambda: C.fingerprint_rows((ONE_SOURCE,), numbers, 4)
+    yield "rows", lambda: C.fingerprint_rows((ONE_SOURCE, ONE_SOURCE), numbers[:4], 4, None)
+    yield "rows of another type", lambda: C.fingerprint_rows((ONE_SOURCE, 3), numbers[:4], 4, None)
+    yield "rows beyond", lambda: C.fingerprint_rows((ONE_SOURCE,), numbers, 4, None)
+    sampled = (ONE_SOURCE, ONE_SOURCE), numbers[:4], 4
+    yield "sectors", lambda: C.fingerprint_rows(*sampled, numbers[4:8])
+    yield "sectors fail", lambda: C.fingerprint_rows(*sampled, numbers)
+    yield "sectors of another type", lambda: C.fingerprint_rows(*sampled, tensor)
     yield "leading", lambda: C.leading(b"1" * 40, numbers)
     yield "leading fails", lambda: C.leading(b"1" * 9, numbers)
     found = np.arange(400).reshape(100, 4) + 10**9

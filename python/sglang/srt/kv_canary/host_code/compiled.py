@@ -25,6 +25,7 @@ _CONSTANTS = (
     "MIX_INCREMENT",
     "MIX_MULTIPLIER_1",
     "MIX_MULTIPLIER_2",
+    "SECTOR_BYTES",
 )
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
@@ -90,7 +91,7 @@ def _use_compiled() -> None:
 
 def _refuse_if_different(module: ModuleType) -> None:
     """A cache may hold another module under this key."""
-    for name, arguments in _SAMPLES.items():
+    for name, arguments in (*_SAMPLES.items(), ("fingerprint_rows", _SECTORS)):
         expected, found = (_answer(functions, name, arguments) for functions in (twins, module))
         if expected != found:
             raise RuntimeError(f"{name} in C returned {found}, expected {expected}")
@@ -103,6 +104,15 @@ _ROWS = np.arange(1500, dtype=np.uint32) * np.uint32(0x9E3779B9)
 _FINDINGS = np.array([[0, 3, -1, 7], [0, 3, 2, 7], [9, 3, 2, 7], [0, 3, 1 << 40, 8]])
 _NO_HOOK = SimpleNamespace(calls=[])
 _NO_HOOKS = SimpleNamespace(launch_enter_hook=_NO_HOOK, launch_exit_hook=_NO_HOOK)
+_ROWS_OF_SLOTS = (  # of 70 words, pages of 2 slots; of 3 words, pages of 1
+    (
+        np.array([[_ROWS.ctypes.data, 2, 600, 284, 70, -5]]),
+        np.array([[_ROWS.ctypes.data + 8, 1, 12, 0, 3, 2**62 + 1]] * 2),
+    ),
+    np.array([3, 0, 1]),
+    4,
+)
+_SECTORS = (*_ROWS_OF_SLOTS, np.array([-1, 9, 2**40]))
 _SAMPLES = {
     "Hooked": (twins.AFTER, max, print, min, None, False),
     "HostClock": (1 << 40,),
@@ -128,14 +138,7 @@ _SAMPLES = {
         32,
         (0, 5),
     ),
-    "fingerprint_rows": (  # rows of 70 words, pages of 2 slots; rows of 3 words, pages of 1
-        (
-            np.array([[_ROWS.ctypes.data, 2, 600, 284, 70, -5]]),
-            np.array([[_ROWS.ctypes.data + 8, 1, 12, 0, 3, 2**62 + 1]] * 2),
-        ),
-        np.array([3, 0, 1]),
-        4,
-    ),
+    "fingerprint_rows": (*_ROWS_OF_SLOTS, None),
     "leading": (np.array([1, 0, 3], np.uint8), np.array([2, 0, 1, 2])),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
     "pointers_to": (tuple, (None, None)),

@@ -1,9 +1,9 @@
 /* The host's loops over tokens, pages, bytes, findings and launch arguments. `twins.py` has the same functions in
  * Python, which define them.
  *
- * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2, CHAIN_MULTIPLIER and
- * CONTENT_BASE come from `record.py`. All of it runs with Python's lock held, but for long lists of rows. Arithmetic is
- * modulo 2^64.
+ * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2, CHAIN_MULTIPLIER,
+ * CONTENT_BASE and SECTOR_BYTES come from `record.py`. All of it runs with Python's lock held, but for long lists of
+ * rows. Arithmetic is modulo 2^64.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -309,11 +309,13 @@ no_sources:
 #define FETCH(address) ((void)(address))
 #endif
 
+#define SECTOR_WORDS ((int64_t)(SECTOR_BYTES / 4))
+
 /* Columns of a source: address of slot 0, slots of a page, bytes between pages, bytes between slots of a page, words
    of a row, key. */
 enum { ADDRESS, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, ROW_WORDS, KEY, SOURCE_COLUMNS };
 
-/* Rows that are fetched, and then hashed. It takes less time than to fetch one row while another one is hashed. */
+/* Pieces that are fetched, and then hashed. It takes less time than to fetch one while another one is hashed. */
 #define AT_ONCE 16
 #define LINE 64 /* bytes that come together */
 #define MANY (1 << 18) /* words: other threads run meanwhile */
@@ -323,19 +325,23 @@ typedef struct {
   const int64_t *sources;
   Py_ssize_t count; /* of sources */
   const Py_buffer *slots;
+  const Py_buffer *sampled_by; /* a number for each slot; NULL: rows are read whole */
   const uint32_t *keys; /* of `longest` words: their low halves, then their high halves, then all bits where even */
   int64_t longest;
   uint64_t *out; /* of each slot */
 } Rows;
 
-INLINE const int64_t *source_of(const Rows *rows, Py_ssize_t row) {
-  return rows->sources + SOURCE_COLUMNS * (row % rows->count);
-}
+/* What is read of one row. */
+typedef struct {
+  const uint32_t *words;
+  int64_t first, count; /* of the row's words */
+  uint64_t key;         /* of the source */
+  uint64_t *out;
+} Piece;
 
-INLINE const char *row_at(const Rows *rows, Py_ssize_t row) {
-  const int64_t *source = source_of(rows, row);
-  int64_t page = page_at(rows->slots, row / rows->count), size = source[PAGE_SIZE], place = 0;
-  if (size != 1) { /* so far it is the slot */
+INLINE const char *row_at(const int64_t *source, int64_t slot) {
+  int64_t page = slot, size = source[PAGE_SIZE], place = 0;
+  if (size != 1) {
     place = page % size;
     page /= size;
   }
@@ -343,36 +349,56 @@ INLINE const char *row_at(const Rows *rows, Py_ssize_t row) {
   return (const char *)(intptr_t)address;
 }
 
+/* Of the row of the `i`-th slot in source number `index`. */
+INLINE Piece piece_of(const Rows *rows, Py_ssize_t i, Py_ssize_t index) {
+  const int64_t *source = rows->sources + SOURCE_COLUMNS * index;
+  const char *row = row_at(source, page_at(rows->slots, i));
+  Piece piece = {(const uint32_t *)row, 0, source[ROW_WORDS], (uint64_t)source[KEY], rows->out + i};
+  if (rows->sampled_by == NULL || piece.count <= SECTOR_WORDS) return piece;
+  /* 32 bits divide faster. */
+  uint32_t sectors = (uint32_t)((piece.count + SECTOR_WORDS - 1) / SECTOR_WORDS);
+  uint64_t seed = ((uint64_t)page_at(rows->sampled_by, i) << 16) + (uint64_t)index;
+  piece.first = SECTOR_WORDS * (int64_t)((uint32_t)(mix64(seed) >> 33) % sectors);
+  piece.words += piece.first;
+  piece.count = piece.count - piece.first < SECTOR_WORDS ? piece.count - piece.first : SECTOR_WORDS;
+  return piece;
+}
+
 /* key * sum(word * its key) + sum(word whose key is even), in products of 32 bits: processors compute several at once. */
-INLINE uint64_t part_of(const char *row, const int64_t *source, const Rows *rows) {
-  const uint32_t *words = (const uint32_t *)row;
-  const uint32_t *low_keys = rows->keys, *high_keys = low_keys + rows->longest, *even_keys = high_keys + rows->longest;
+INLINE uint64_t part_of(const Piece *piece, const Rows *rows) {
+  const uint32_t *words = piece->words, *low_keys = rows->keys + piece->first;
+  const uint32_t *high_keys = low_keys + rows->longest, *even_keys = high_keys + rows->longest;
   uint64_t low = 0, even = 0;
   uint32_t high = 0;
-  for (int64_t i = 0; i < source[ROW_WORDS]; i++) {
+  for (int64_t i = 0; i < piece->count; i++) {
     low += (uint64_t)words[i] * low_keys[i];
     high += words[i] * high_keys[i];
     even += words[i] & even_keys[i];
   }
-  return (uint64_t)source[KEY] * (low + ((uint64_t)high << 32)) + even;
+  return piece->key * (low + ((uint64_t)high << 32)) + even;
 }
 
-INLINE void fetch(const char *row, const int64_t *source) {
-  for (int64_t byte = 0; byte < 4 * source[ROW_WORDS]; byte += LINE) FETCH(row + byte);
+INLINE void fetch(const Piece *piece) {
+  const char *first = (const char *)piece->words;
+  for (int64_t byte = 0; byte < 4 * piece->count; byte += LINE) FETCH(first + byte);
+}
+
+INLINE void hash_pieces(const Piece *pieces, Py_ssize_t count, const Rows *rows) {
+  for (Py_ssize_t i = 0; i < count; i++) *pieces[i].out += part_of(&pieces[i], rows);
 }
 
 INLINE void hash_rows(const Rows *rows) {
-  Py_ssize_t total = rows->count * rows->slots->shape[0];
-  const char *fetched[AT_ONCE];
-  for (Py_ssize_t first = 0; first < total; first += AT_ONCE) {
-    Py_ssize_t end = total - first < AT_ONCE ? total : first + AT_ONCE;
-    for (Py_ssize_t row = first; row < end; row++) {
-      fetched[row - first] = row_at(rows, row);
-      fetch(fetched[row - first], source_of(rows, row));
+  Piece pieces[AT_ONCE];
+  Py_ssize_t fetched = 0;
+  for (Py_ssize_t i = 0; i < rows->slots->shape[0]; i++)
+    for (Py_ssize_t index = 0; index < rows->count; index++) {
+      pieces[fetched] = piece_of(rows, i, index);
+      fetch(&pieces[fetched]);
+      if (++fetched < AT_ONCE) continue;
+      hash_pieces(pieces, fetched, rows);
+      fetched = 0;
     }
-    for (Py_ssize_t row = first; row < end; row++)
-      rows->out[row / rows->count] += part_of(fetched[row - first], source_of(rows, row), rows);
-  }
+  hash_pieces(pieces, fetched, rows);
 }
 
 static void hash_rows_anywhere(const Rows *rows) { hash_rows(rows); }
@@ -413,7 +439,7 @@ static uint32_t *keys_of_words(int64_t count) {
 }
 
 /* Adds to `out`, of each of `slots`. Returns -1 with an exception. */
-static int hash_sources(const Py_buffer *sources, const Py_buffer *slots, uint64_t *out) {
+static int hash_sources(const Py_buffer *sources, const Py_buffer *slots, const Py_buffer *sampled_by, uint64_t *out) {
   const char *format = sources->format == NULL ? "" : sources->format;
   if (sources->ndim != 2 || sources->shape[1] != SOURCE_COLUMNS || sources->itemsize != 8 ||
       (strcmp(format, "q") && strcmp(format, "l"))) {
@@ -423,8 +449,9 @@ static int hash_sources(const Py_buffer *sources, const Py_buffer *slots, uint64
   int64_t longest = longest_row(sources);
   uint32_t *keys = longest < 0 ? NULL : keys_of_words(longest);
   if (keys == NULL) return -1;
-  Rows rows = {sources->buf, sources->shape[0], slots, keys, longest, out};
-  if (longest * rows.count * slots->shape[0] < MANY) { /* to wait for Python's lock again may take longer */
+  Rows rows = {sources->buf, sources->shape[0], slots, sampled_by, keys, longest, out};
+  int64_t words = sampled_by == NULL || longest < SECTOR_WORDS ? longest : SECTOR_WORDS;
+  if (words * rows.count * slots->shape[0] < MANY) { /* to wait for Python's lock again may take longer */
     HASH_ROWS(&rows);
   } else {
     Py_BEGIN_ALLOW_THREADS HASH_ROWS(&rows);
@@ -434,11 +461,11 @@ static int hash_sources(const Py_buffer *sources, const Py_buffer *slots, uint64
   return 0;
 }
 
-static int hash_half(PyObject *half, const Py_buffer *slots, uint64_t *out) {
+static int hash_half(PyObject *half, const Py_buffer *slots, const Py_buffer *sampled_by, uint64_t *out) {
   Py_buffer sources;
   if (PyObject_GetBuffer(half, &sources, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)) return -1;
   for (Py_ssize_t i = 0; i < slots->shape[0]; i++) out[i] = CONTENT_BASE;
-  int error = hash_sources(&sources, slots, out);
+  int error = hash_sources(&sources, slots, sampled_by, out);
   PyBuffer_Release(&sources);
   return error;
 }
@@ -453,22 +480,35 @@ static int refuse_beyond(const Py_buffer *slots, int64_t limit) {
   return 0;
 }
 
-/* fingerprint_rows(halves, slots, limit) */
-static PyObject *fingerprint_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-  int64_t limit;
-  Py_buffer slots;
-  if (n != 3 || !PyTuple_Check(args[0])) {
-    PyErr_SetString(PyExc_TypeError, "fingerprint_rows takes a tuple, slots and how many there are");
+/* What fingerprint_rows returns, or NULL with an exception. */
+static PyObject *fingerprints(PyObject *halves, const Py_buffer *slots, const Py_buffer *sampled_by, int64_t limit) {
+  Py_ssize_t count = PyTuple_GET_SIZE(halves), size = slots->shape[0];
+  if (sampled_by != NULL && sampled_by->shape[0] != size) {
+    PyErr_Format(PyExc_ValueError, "expected %zd numbers to sample by, got %zd", size, sampled_by->shape[0]);
     return NULL;
   }
+  if (refuse_beyond(slots, limit)) return NULL;
+  PyObject *found = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)sizeof(uint64_t) * count * size);
+  uint64_t *out = found == NULL ? NULL : (uint64_t *)PyByteArray_AS_STRING(found);
+  for (Py_ssize_t half = 0; found != NULL && half < count; half++)
+    if (hash_half(PyTuple_GET_ITEM(halves, half), slots, sampled_by, out + half * size)) Py_CLEAR(found);
+  return found;
+}
+
+/* fingerprint_rows(halves, slots, limit, sampled_by) */
+static PyObject *fingerprint_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  int64_t limit;
+  Py_buffer slots, sampled_by;
+  if (n != 4 || !PyTuple_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "fingerprint_rows takes a tuple, slots, how many there are, and numbers to sample by");
+    return NULL;
+  }
+  int samples = args[3] != Py_None;
   if (int64_of(args[2], &limit) || open_pages(args[1], &slots)) return NULL;
   PyObject *found = NULL;
-  if (refuse_beyond(&slots, limit)) goto done;
-  Py_ssize_t halves = PyTuple_GET_SIZE(args[0]), size = slots.shape[0];
-  found = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)sizeof(uint64_t) * halves * size);
-  uint64_t *out = found == NULL ? NULL : (uint64_t *)PyByteArray_AS_STRING(found);
-  for (Py_ssize_t half = 0; found != NULL && half < halves; half++)
-    if (hash_half(PyTuple_GET_ITEM(args[0], half), &slots, out + half * size)) Py_CLEAR(found);
+  if (samples && open_pages(args[3], &sampled_by)) goto done;
+  found = fingerprints(args[0], &slots, samples ? &sampled_by : NULL, limit);
+  if (samples) PyBuffer_Release(&sampled_by);
 done:
   PyBuffer_Release(&slots);
   return found;

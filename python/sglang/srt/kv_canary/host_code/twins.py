@@ -23,7 +23,8 @@ ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that ar
 
 STACK = 4  # frames
 LOOK_AHEAD = 64  # objects in a row that may have gone
-ROWS_AT_ONCE = 256  # bounds the memory that a fingerprint takes
+ROWS_AT_ONCE, SECTORS_AT_ONCE = 256, 4096  # bounds the memory that a fingerprint takes
+SECTOR_WORDS = record.SECTOR_BYTES // 4
 
 _MIN_POWERS = 4096
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -229,17 +230,25 @@ def _int64(pages: np.ndarray) -> np.ndarray:
     return pages.astype(np.int64)
 
 
-def fingerprint_rows(halves: tuple[np.ndarray, ...], slots: np.ndarray, limit: int) -> bytearray:
+def fingerprint_rows(
+    halves: tuple[np.ndarray, ...], slots: np.ndarray, limit: int, sampled_by: np.ndarray | None
+) -> bytearray:
     """Content fingerprints of `slots` int32 or int64[n], in words of 4 bytes: uint64[halves, n] as bytes.
 
     `halves`: the sources of each, int64[m, SOURCE_COLUMNS]: the address of slot 0, slots of a page, bytes between
     pages, bytes between slots of a page, words of a row, and the source's key (see `record.CONTENT_BASE`). Addresses
     and bytes are multiples of 4. One table of keys serves all sources: the sum of word * ((m * s) | 1) is
-    s * sum(word * m) + sum(word where m is even). Raises IndexError for slots below 0 or from `limit` on, which may lie
-    beyond the memory, TypeError for other types, and ValueError for pages without slots.
+    s * sum(word * m) + sum(word where m is even).
+    `sampled_by` int32 or int64[n]: of each row only the sector that is chosen by this number. None: all of it.
+    Raises IndexError for slots below 0 or from `limit` on, which may lie beyond the memory, TypeError for other types,
+    and ValueError for pages without slots and another number of `sampled_by`.
     """
+    chosen = None if sampled_by is None else _int64(sampled_by)
+    if chosen is not None and len(chosen) != len(slots):
+        raise ValueError(f"expected {len(slots)} numbers to sample by, got {len(chosen)}")
     numbers = _slots_below(limit, slots)
-    return bytearray(b"".join(_hash_half(sources, numbers).tobytes() for sources in halves))
+    hashed = (_hash_half(sources, numbers, chosen) for sources in halves)
+    return bytearray(b"".join(half.tobytes() for half in hashed))
 
 
 def leading(flags: np.ndarray, slots: np.ndarray) -> int:
@@ -259,21 +268,55 @@ def _slots_below(limit: int, slots: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _hash_half(sources: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """uint64[n] of `slots` int64[n]."""
+def _hash_half(sources: np.ndarray, slots: np.ndarray, sampled_by: np.ndarray | None) -> np.ndarray:
+    """uint64[n] of `slots` int64[n]. `sampled_by`: int64[n] or None."""
     if sources.dtype != np.int64 or sources.ndim != 2 or sources.shape[1] != SOURCE_COLUMNS:
         raise TypeError(f"expected int64 with {SOURCE_COLUMNS} columns for each source")
     if (sources[:, 1] < 1).any() or (sources[:, 4] < 0).any():
         raise ValueError("expected rows of words in pages of slots")
     total = np.full(len(slots), record.CONTENT_BASE, dtype=np.uint64)
-    for address, page, page_stride, token_stride, words, key in sources.tolist():
-        keys = _word_keys(words)
+    at_once = ROWS_AT_ONCE if sampled_by is None else SECTORS_AT_ONCE
+    for index, source in enumerate(sources.tolist()):
+        address, page, page_stride, token_stride, words, key = source
         starts = slots // page * page_stride + slots % page * token_stride
-        for first in range(0, len(slots), ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
-            sums = _rows_at(address, starts[part], words).astype(np.uint64) @ keys
+        for first in range(0, len(slots), at_once):
+            part = slice(first, first + at_once)
+            if sampled_by is None:
+                sums = _sums_of_rows(address, starts[part], words)
+            else:
+                sectors = _sectors_of(sampled_by[part], index, words)
+                sums = _sums_of_sectors(address, starts[part], words, sectors)
             total[part] += sums[:, 0] * np.uint64(record.to_unsigned64(key)) + sums[:, 1]
     return total
+
+
+def _sums_of_rows(address: int, starts: np.ndarray, words: int) -> np.ndarray:
+    """uint64[n, 2] of rows: the sum of word * its key, and that of the words whose key is even."""
+    return _rows_at(address, starts, words).astype(np.uint64) @ _word_keys(words)
+
+
+def _sums_of_sectors(
+    address: int, starts: np.ndarray, words: int, sectors: np.ndarray
+) -> np.ndarray:
+    """As `_sums_of_rows`, of one of the `sectors` int64[n] of each row. The last sector ends with the row."""
+    numbers = SECTOR_WORDS * sectors[:, None] + np.arange(SECTOR_WORDS)
+    inside = numbers < words
+    numbers *= inside
+    places = (starts[:, None] + 4 * numbers).reshape(-1)
+    values = inside.astype(np.uint64)
+    if words:
+        values *= _rows_at(address, places, 1).reshape(values.shape)
+    keys = _word_keys(max(words, 1))
+    return np.stack([np.einsum("nw,nw->n", values, k[numbers]) for k in keys.T], axis=1)
+
+
+def _sectors_of(sampled_by: np.ndarray, index: int, words: int) -> np.ndarray:
+    """int64[n]: the sector of the rows of source number `index` that is chosen by `sampled_by` int64[n]."""
+    chosen = (sampled_by.view(np.uint64) << np.uint64(16)) + np.uint64(index)
+    _mix64(chosen)
+    chosen >>= np.uint64(33)
+    chosen %= np.uint64(max(1, -(-words // SECTOR_WORDS)))
+    return chosen.view(np.int64)
 
 
 def _rows_at(address: int, starts: np.ndarray, words: int) -> np.ndarray:

@@ -55,9 +55,7 @@ class HostContent:
         self._parts = parts  # keeps the memory alive
         self._mode = mode
         tables = tuple(map(_table_of, parts))
-        self._tables = (
-            None if mode is not ContentMode.ALL or any(t is None for t in tables) else tables
-        )
+        self._tables = None if any(table is None for table in tables) else tables
         every = [source for sources in parts for source in sources]
         self._slots = min(map(_slots_within, every), default=sys.maxsize)
 
@@ -68,7 +66,8 @@ class HostContent:
         """
         if self._tables is None:
             return np.stack([self._by_reference(part, slots, sampled_as) for part in self._parts])
-        found = HOST.fingerprint_rows(self._tables, slots, self._slots)
+        chosen_for = sampled_as if self._mode is ContentMode.PARTIAL else None
+        found = HOST.fingerprint_rows(self._tables, slots, self._slots, chosen_for)
         return np.frombuffer(found, dtype=np.int64).reshape(len(self._tables), len(slots))
 
     def _by_reference(
