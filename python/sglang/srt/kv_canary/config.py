@@ -51,7 +51,7 @@ class ContentMode(_StrEnum):
     """How much of the real K and V bytes the content fingerprint covers."""
 
     NONE = "none"
-    PARTIAL = "partial"  # one 32-byte sector per layer
+    PARTIAL = "partial"  # one 32-byte sector per layer, chosen by position
     ALL = "all"  # every byte of every layer
 
 

@@ -168,7 +168,9 @@ MIX_MULTIPLIER_2 = 0x94D049BB133111EB
 # key(s, j) = (mix(j) * (mix(s + CONTENT_SOURCE_SALT) | 1)) | 1; any change of one word changes the sum.
 CONTENT_SOURCE_SALT = 1 << 40
 CONTENT_BASE = 0x243F6A8885A308D3  # first 64 bits of pi's fraction: an all-zero slot has a non-zero fingerprint
-SECTOR_BYTES = 32  # what content mode `partial` reads of each layer
+SECTOR_BYTES = (
+    32  # what content mode `partial` reads of each layer: mix((position << 16) + s) chooses it
+)
 # Its share of the content budget: scattered reads are expensive (docs/performance.md)
 SECTOR_COST_BYTES = 512
 

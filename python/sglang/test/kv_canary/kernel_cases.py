@@ -349,15 +349,9 @@ class Twin:
         self.run("copy_records", lambda f, group, state: f(group, source, target))
 
     def renew_content(
-        self,
-        slots: torch.Tensor,
-        mode: ContentMode,
-        moved_from: torch.Tensor | None = None,
-        unknown_too: bool = False,
+        self, slots: torch.Tensor, mode: ContentMode, only_unknown: bool = False
     ) -> None:
-        self.run(
-            "renew_content", lambda f, group, state: f(group, slots, mode, moved_from, unknown_too)
-        )
+        self.run("renew_content", lambda f, group, state: f(group, slots, mode, only_unknown))
 
     def poke(self, half_side: str, slot: int, word: int, value: int) -> None:
         """Overwrite one record word in both copies."""

@@ -111,7 +111,7 @@ class TestSelective(Traffic):
 
 @long_on_newer_releases
 class TestPartialWithoutOverlap(Traffic):
-    """Content mode partial samples by slot, and a page is loaded into other slots."""
+    """Content mode partial samples one sector of each row, and a page is loaded into other slots."""
 
     flags: ClassVar = {
         **Traffic.flags,

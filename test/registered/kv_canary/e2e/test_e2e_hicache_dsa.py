@@ -147,7 +147,7 @@ class TestSweep(DsaHiCache):
 
 @long_on_newer_releases
 class TestWriteBack(DsaHiCache):
-    """Pages are written to host memory when they are evicted. Content mode partial samples by slot."""
+    """Pages are written to host memory when they are evicted. Content is sampled."""
 
     flags: ClassVar = {
         **DsaHiCache.flags,

@@ -23,7 +23,7 @@ from sglang_kv_canary.host_code import HOST, compiled, twins
 from sglang_kv_canary.host_tier.host_content import HostContent, sources_of
 from sglang_kv_canary.host_tier.host_records import HostRecords, SlotRecords
 from sglang_kv_canary.host_tier.host_tier import HOST_SECTOR_BYTES
-from sglang_kv_canary.kernels.reference import content_fingerprint
+from sglang_kv_canary.kernels.reference.content import content_of_records
 from sglang_kv_canary.launch.launcher import launch_endpoints_sweep
 from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
@@ -132,7 +132,7 @@ def test_a_load_that_races_a_queued_write_is_reported(rig: HiCacheRig) -> None:
         rig.decode([2])
     found = rig.settle()
     assert {v.slot for v in found if v.reader.row == 2} >= {raced[0]}
-    if rig.manager.config.content_mode is ContentMode.ALL:
+    if rig.manager.config.content_mode is not ContentMode.NONE:
         assert "CONTENT" in found[0].reasons  # by the forward that reads it first
     lifetime = [v for v in found if "UNWRITTEN_SINCE_ALLOC" in v.reasons and v.slot == raced[0]]
     assert lifetime
@@ -332,15 +332,34 @@ def test_no_sweep_runs_while_bytes_come_in_the_background(
     assert not rig.settle()
 
 
-def test_bytes_overwritten_during_the_load_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
+def test_bytes_overwritten_during_the_load_are_reported(mode, monkeypatch) -> None:
     """The write came before the end of the copy, so only the bytes tell."""
-    rig = HiCacheRig(monkeypatch)
+    rig = HiCacheRig(monkeypatch, content=mode)
     rig.extend(1, TOKENS)
     device = rig.load(2, rig.write_back(1, 20))
     rig.pool.v_buffer[1][device[4]] += 1
     rig.decode([2])
     assert [(v.reasons, v.tag, v.slot) for v in rig.settle()] == [
         (("CONTENT",), "TAIL_V_FULL", int(device[4]))
+    ]
+
+
+@pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
+def test_damage_that_was_not_compared_in_host_memory_is_reported_by_its_reader(
+    mode, monkeypatch
+) -> None:
+    """What is loaded keeps its fingerprints, so a load hashes nothing on the host."""
+    rig = HiCacheRig(monkeypatch, content=mode)
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    rig.host_pool.k_buffer[0, host[3]] += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(HOST, "fingerprint_rows", None)
+        device = rig.load(2, host)
+    rig.decode([2])
+    assert [(v.reasons, v.tag, v.slot) for v in rig.settle()] == [
+        (("CONTENT",), "TAIL_K_FULL", int(device[3]))
     ]
 
 
@@ -437,6 +456,13 @@ def test_of_a_large_load_some_slots_are_compared_each_time(monkeypatch) -> None:
     assert len({f.slot for f in found}) == 20
 
 
+def _words_at(positions: torch.Tensor) -> torch.Tensor:
+    """int64[n, 1, RECORD_WORDS]: records of some token at each of `positions` int64[n]."""
+    words = torch.full((len(positions), 1, record.RECORD_WORDS), 5)
+    words[:, 0, record.WORD_IDENTITY] |= positions << 32
+    return words
+
+
 @pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("page", [1, 16])
@@ -459,8 +485,9 @@ def test_fingerprints_are_the_devices_in_every_layout(
                 for h, d in zip(host.tolist(), device.tolist(), strict=True):
                     ours[h // page, h % page] = buffer[d]
         sources = sources_of(pool.kv_buffer[half], layout, layers, pool.size, page)
-        expected = content_fingerprint(group.content(name.upper()), device, mode)
-        (found,) = HostContent((sources,), mode).fingerprints(host.numpy(), device.numpy())
+        words = _words_at(device)
+        expected = content_of_records(group.content(name.upper()), device, mode, words[:, 0])
+        (found,) = HostContent((sources,), mode).fingerprints(host.numpy(), words.numpy())
         assert found.tolist() == expected.tolist()
         assert len(expected.unique()) == len(expected)
 
@@ -490,11 +517,11 @@ def test_fingerprints_of_any_host_pool_are_those_of_the_reference(mode, code, ha
     memory, described, count = half
     sources = sources_of(memory, *described)
     slots = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=40)), dtype=int)
-    sampled_as = torch.randint(0, 1 << 30, slots.shape)
-    expected = content_fingerprint(sources, slots, mode, sampled_as)
+    words = _words_at(torch.randint(0, 1 << 30, slots.shape))
+    expected = content_of_records(sources, slots, mode, words[:, 0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HOST, "fingerprint_rows", code.fingerprint_rows)
-        (found,) = HostContent((sources,), mode).fingerprints(slots.numpy(), sampled_as.numpy())
+        (found,) = HostContent((sources,), mode).fingerprints(slots.numpy(), words.numpy())
     assert found.tolist() == expected.tolist()
 
 
@@ -510,10 +537,11 @@ def test_all_slots_of_a_pool_have_fingerprints_and_no_others(
     rig = HiCacheRig(monkeypatch, layout=layout, real=make_mha_pool(size=512, page_size=page))
     size, slots = rig.host_pool.size, np.arange(rig.host_pool.size)
     content = HostContent(rig.tier.content, mode)
-    assert content.fingerprints(slots, slots).shape == (2, size)
+    words = np.zeros((size, 2, record.RECORD_WORDS), np.int64)
+    assert content.fingerprints(slots, words).shape == (2, size)
     for beyond in (-1, size):
         with pytest.raises(IndexError, match=f"expected slots below {size}, got {beyond}"):
-            content.fingerprints(np.array([1, beyond]), slots[:2])
+            content.fingerprints(np.array([1, beyond]), words[:2])
 
 
 @CODE
@@ -529,16 +557,13 @@ def test_the_prefix_with_records_follows_what_is_put_and_cleared(code, monkeypat
         elif action < 5:
             records.clear(slots)
         else:
-            records.put(slots, SlotRecords(words, slots))
+            records.put(slots, SlotRecords(words))
         asked = rng.choice(64, 20)
         present = records.get(torch.from_numpy(asked)).present.tolist()
-        count, (read, sampled_as) = records.look_up(asked, slice(3, None, 4))
+        count, read = records.look_up(asked, slice(3, None, 4))
         assert count == (present.index(False) if False in present else 20)
         expected = records.get(torch.from_numpy(asked[3::4].copy()))
-        assert (read.tolist(), sampled_as.tolist()) == (
-            expected.words.tolist(),
-            expected.sampled_as.tolist(),
-        )
+        assert read.tolist() == expected.words.tolist()
 
 
 def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
@@ -563,7 +588,7 @@ def test_a_record_is_read_whole_while_another_thread_sets_it() -> None:
             if is_over.is_set():
                 return
             words = torch.full((count, 2, record.RECORD_WORDS), value)
-            records.put(slots, SlotRecords(words, torch.full((count,), value)))
+            records.put(slots, SlotRecords(words))
 
     thread = threading.Thread(target=set_again_and_again)
     thread.start()
@@ -571,7 +596,7 @@ def test_a_record_is_read_whole_while_another_thread_sets_it() -> None:
         torn = 0
         for _ in range(1500):
             for read in (records.part(0, count), records.get(slots)):
-                torn += int((read.words != read.sampled_as[:, None, None]).any())
+                torn += int((read.words != read.words[:, :1, :1]).any())
     finally:
         is_over.set()
         thread.join()

@@ -16,7 +16,7 @@ from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.host_code import HOST, compiled, twins
 from sglang_kv_canary.host_tier.host_content import HostContent
-from sglang_kv_canary.kernels.reference.content import content_fingerprint
+from sglang_kv_canary.kernels.reference.content import content_of_records
 from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.pool_patcher.adapters.indexer_layout import host_indexer_content
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
@@ -33,6 +33,9 @@ register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 pytestmark = with_hicache
 
 PAGE, LAYERS = 64, 2
+WORDS = (torch.arange(PAGE)[:, None] + 1000 << 32).expand(
+    PAGE, 4
+)  # records of positions from 1000 on
 CODE = pytest.mark.parametrize("code", [twins, compiled.compile_module()], ids=["python", "c"])
 LAYOUT = pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 
@@ -90,8 +93,8 @@ def test_fingerprints_are_the_devices_in_every_layout(
         ours = pages[layer] if layout == "layer_first" else pages[:, layer, 0]
         ours[1] = pool.index_k_with_scale_buffer[layer][2]
     sources = host_indexer_content(host, pool)
-    device, slots = np.arange(2 * PAGE, 3 * PAGE), np.arange(PAGE, 2 * PAGE)
-    (found,) = HostContent((sources,), mode).fingerprints(slots, device)
+    slots = np.arange(PAGE, 2 * PAGE)
+    (found,) = HostContent((sources,), mode).fingerprints(slots, WORDS.numpy()[:, None])
     assert found.tolist() == expected.tolist()
     assert len(expected.unique()) == PAGE
 
@@ -102,7 +105,7 @@ def _expected(pool: Any, mode: ContentMode, page: int) -> torch.Tensor:
         buffer.random_(0, 256)
     groups = {group.kind: group for group in _attached(pool)}
     slots = torch.arange(page * PAGE, (page + 1) * PAGE)
-    return content_fingerprint(groups[PoolKind.INDEXER].content("K"), slots, mode)
+    return content_of_records(groups[PoolKind.INDEXER].content("K"), slots, mode, WORDS)
 
 
 def _attached(pool: Any) -> tuple[CanaryBufferGroup, ...]:
@@ -132,7 +135,7 @@ def test_layers_without_keys_have_none_in_host_memory() -> None:
         host.index_k_with_scale_buffer[place][1] = pool.index_k_with_scale_buffer[layer][2]
     content = HostContent((host_indexer_content(host, pool),), ContentMode.ALL)
     slots = np.arange(PAGE, 2 * PAGE)
-    assert content.fingerprints(slots, slots)[0].tolist() == expected.tolist()
+    assert content.fingerprints(slots, WORDS.numpy()[:, None])[0].tolist() == expected.tolist()
 
 
 def test_a_group_of_other_host_pools_is_refused() -> None:

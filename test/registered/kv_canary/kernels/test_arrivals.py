@@ -123,6 +123,21 @@ def test_bytes_that_changed_on_the_way(mha):
     assert found.values["slot"] == mha.slot(THERE, 4)
 
 
+@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("changed", [False, True])
+def test_bytes_that_changed_on_the_way_with_partial(backend, changed):
+    """It samples by position, so the same bytes are read in other slots."""
+    scene = sent(replace(MHA, content_mode=ContentMode.PARTIAL), backend)
+    scene.transfer(HERE, THERE)
+    slot, memory = scene.slot(THERE, 4), scene.full.memories["V"][1]
+    if changed:
+        memory.write(slot, bytes(byte ^ 1 for byte in memory.layout.row_of(slot)))
+    found = scene.arrive(of())
+    expected = [("TAIL_V_FULL", Reason.CONTENT, slot)] * changed
+    assert [(v.tag, v.reasons, v.values["slot"]) for v in found] == expected
+    assert scene.counter("TAIL_V_FULL", TagCounter.CONTENT_CHECKED) == len(TOKENS)
+
+
 def test_bytes_whose_fingerprint_is_of_other_layers_are_taken_over(mha):
     """Later changes of them are found."""
     mha.transfer(HERE, THERE)

@@ -107,7 +107,7 @@ def test_bytes_that_did_not_move_are_found(backend, mode):
 
 @MODES
 def test_a_record_moves_with_its_bytes(backend, mode):
-    """`partial` chooses other bytes in each slot."""
+    """`partial` need not read the byte that is flipped."""
     scene, target = _moved(backend, mode, lost=False)
     assert_clean(scene.decode(1))
     if mode is ContentMode.PARTIAL:

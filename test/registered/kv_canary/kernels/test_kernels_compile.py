@@ -123,9 +123,9 @@ triton_backend.content_fingerprint(moving.k_content, listed, ContentMode.ALL)
 triton_backend.check_list_content(sweep, moving, state, ContentMode.ALL)
 triton_backend.check_list(sweep, group, state)
 triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
-triton_backend.renew_content(group, listed, ContentMode.ALL, unknown_too=True)
-for moved in (listed, listed.int()):
-    triton_backend.renew_content(group, moved, ContentMode.PARTIAL, moved)
+triton_backend.renew_content(group, listed, ContentMode.ALL, only_unknown=True)
+for some in (listed, listed.int()):
+    triton_backend.renew_content(group, some, ContentMode.PARTIAL)
 
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state)
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state, 16)

@@ -15,6 +15,7 @@ from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
+from sglang_kv_canary.kernels.reference.content import content_of_records
 from sglang_kv_canary.kernels.triton import content as content_launches
 from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.launch.launcher import Launcher
@@ -255,29 +256,20 @@ def _move_bytes(group: CanaryBufferGroup, sources: torch.Tensor, targets: torch.
 FIXED = [name for name, shape in LAYOUTS.items() if not shape.moves]
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [(ContentMode.ALL, torch.int64), (ContentMode.PARTIAL, torch.int32)]
-)
+@MODES
 @pytest.mark.parametrize("layout", FIXED)
-def test_fingerprints_of_moved_bytes(layout: str, mode: ContentMode, dtype: torch.dtype):
-    """All but one of five slots have moved. That one keeps a fingerprint that its bytes do not have."""
+def test_fingerprints_move_with_records(layout: str, mode: ContentMode):
+    """All but one of five slots have moved. The record of that one has a fingerprint that its bytes do not have."""
     twin, pool = run(LAYOUTS[layout], mode)
-    sources, targets = pool.req_to_token[1, :6].long(), pool.req_to_token[1, 20:26].long()
-    moved, lost = slice(0, 4), int(targets[4])
-    _move_bytes(twin.group, sources[moved], targets[moved])
-    twin.copy_records(sources[:5], targets[:5])
-    before = int(twin.group.k_tail[lost, record.WORD_CONTENT])
-    beyond = torch.tensor([0, -1, SLOTS], device=targets.device)
-    listed = (torch.cat([slots[:5], beyond]).to(dtype) for slots in (sources, targets))
-    source_list, target_list = listed
-    twin.renew_content(target_list, mode, source_list)
+    sources, targets = pool.req_to_token[1, :5].long(), pool.req_to_token[1, 20:25].long()
+    _move_bytes(twin.group, sources[:4], targets[:4])
+    twin.copy_records(sources, targets)
     twin.assert_equal()
-    stored = twin.kernel_group.k_tail[targets, record.WORD_CONTENT]
-    now = reference.content_fingerprint(twin.group.k_content, targets, mode)
-    assert torch.equal(stored[moved], now[moved])
-    assert stored[4] == before
-    assert stored[4] != now[4] or LAYOUTS[layout].row_bytes == (1,) * 5
-    assert stored[5] == now[5]  # not listed
+    words = twin.kernel_group.k_tail[targets]
+    now = content_of_records(twin.group.k_content, targets, mode, words)
+    as_written = words[:, record.WORD_CONTENT] == now
+    assert as_written[:4].all()
+    assert not as_written[4] or LAYOUTS[layout].row_bytes == (1,) * 5
 
 
 @MODES
@@ -291,12 +283,13 @@ def test_live_records_alone_are_renewed(mode: ContentMode):
     slots = torch.tensor([unknown, freed, other, never], device=kernel_device())
     for slot in slots.tolist():
         flip(twin, "K", 0, slot, 0)
-    now = reference.content_fingerprint(twin.group.k_content, slots, mode).tolist()
-    for unknown_too in (False, True):
-        twin.renew_content(slots, mode, unknown_too=unknown_too)
+    before = twin.group.k_tail[slots]
+    now = content_of_records(twin.group.k_content, slots, mode, before).tolist()
+    for only_unknown, expected in ((True, int(before[2, record.WORD_CONTENT])), (False, now[2])):
+        twin.renew_content(slots, mode, only_unknown)
         twin.assert_equal()
         stored = twin.kernel_group.k_tail[slots, record.WORD_CONTENT].tolist()
-        assert stored == [now[0] * unknown_too, writer, now[2], 0]
+        assert stored == [now[0], writer, expected, 0]
 
 
 @MODES
@@ -304,8 +297,8 @@ def test_bytes_of_an_unbound_page_become_unknown(mode: ContentMode):
     twin, pool = run(LAYOUTS["moving pages"], mode)
     slots = pool.req_to_token[1, [3, 39]].long()
     twin.group.k_content[0].page_table.pages[slots[0] // 8] = -1
-    for moved_from in (slots, None):
-        twin.renew_content(slots, mode, moved_from)
+    for listed in (slots, slots.int()):
+        twin.renew_content(listed, mode)
         twin.assert_equal()
         stored = twin.kernel_group.k_tail[slots, record.WORD_CONTENT].tolist()
         assert [bool(word) for word in stored] == [False, True]
@@ -323,7 +316,7 @@ class _Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_moved_slots_take_two_launches_and_no_torch_operation(monkeypatch):
+def test_moved_slots_take_one_launch_and_no_torch_operation(monkeypatch):
     launched = []
     monkeypatch.setattr(
         KernelLauncher, "__call__", lambda launch, *_: launched.append(launch._kernel.__name__)
@@ -333,7 +326,7 @@ def test_moved_slots_take_two_launches_and_no_torch_operation(monkeypatch):
     slots = torch.arange(1, 6, device=kernel_device())
     with _Operations() as operations:
         launcher.copy_records(group, slots, slots.flip(0))
-    assert launched == ["copy_kernel", "renew_kernel"]
+    assert launched == ["copy_kernel"]
     assert operations.names == ["aten.flip.default"]
 
 

@@ -144,10 +144,12 @@ def test_stages_whose_layers_sglang_mixes_up(stage, whole, mistaken):
     assert stage.mix_up_with(replace(other, pp_size=2, **whole)) is None
 
 
-def test_partial_content_is_never_comparable():
-    """It selects bytes by slot."""
-    partial = TransferLayout.of(GROUPS, 16, ContentMode.PARTIAL, 2, 1)
-    assert "partial" in partial.content_obstacle_to(partial)
+def test_partial_content_is_comparable_with_its_own_mode_only():
+    """It selects bytes by position."""
+    modes = ContentMode.PARTIAL, ContentMode.ALL
+    partial, whole = (TransferLayout.of(GROUPS, 16, mode, 2, 1) for mode in modes)
+    assert partial.content_obstacle_to(partial) is None
+    assert "content" in partial.content_obstacle_to(whole)
 
 
 def test_without_content_there_is_nothing_to_say():

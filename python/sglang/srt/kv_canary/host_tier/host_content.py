@@ -12,9 +12,11 @@ from ..config import ContentMode
 from ..host_code import HOST
 from ..host_code.twins import SOURCE_COLUMNS
 from ..kernels.layout import content_unit, source_key
-from ..kernels.reference.content import content_fingerprint
+from ..kernels.reference.content import content_of_records
+from ..kernels.reference.hashing import stored_position
 from ..pool_patcher.content_layout import row_sources
 from ..pool_patcher.errors import UnsupportedPoolError
+from ..record import WORD_IDENTITY
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 _UNIT = 4  # bytes
@@ -59,26 +61,33 @@ class HostContent:
         every = [source for sources in parts for source in sources]
         self._slots = min(map(_slots_within, every), default=sys.maxsize)
 
-    def fingerprints(self, slots: np.ndarray, sampled_as: np.ndarray) -> np.ndarray:
-        """int64[parts, n] of `slots` int64[n], as `kernels` compute them of the device slots `sampled_as` int64[n].
+    def fingerprints(self, slots: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """int64[parts, n] that the records `words` int64[n, parts, RECORD_WORDS] of `slots` int64[n] should hold.
 
         Raises IndexError for slots beyond the pool.
         """
         if self._tables is None:
-            return np.stack([self._by_reference(part, slots, sampled_as) for part in self._parts])
-        chosen_for = sampled_as if self._mode is ContentMode.PARTIAL else None
-        found = HOST.fingerprint_rows(self._tables, slots, self._slots, chosen_for)
-        return np.frombuffer(found, dtype=np.int64).reshape(len(self._tables), len(slots))
+            parts = enumerate(self._parts)
+            return np.stack([self._by_reference(part, slots, words[:, i]) for i, part in parts])
+        if self._mode is ContentMode.ALL:
+            return self._hash(self._tables, slots, None)
+        positions = stored_position(words[:, :, WORD_IDENTITY])
+        tables = enumerate(self._tables)
+        return np.concatenate([self._hash((t,), slots, positions[:, i]) for i, t in tables])
 
-    def _by_reference(
-        self, sources: Sources, slots: np.ndarray, sampled_as: np.ndarray
+    def _hash(
+        self, tables: tuple[np.ndarray, ...], slots: np.ndarray, sampled_by: np.ndarray | None
     ) -> np.ndarray:
-        words = max((source.row_bytes for source in sources), default=1) // content_unit(sources)
-        step = max(1, WORDS_AT_ONCE // max(1, words))
+        """int64[tables, n]."""
+        found = HOST.fingerprint_rows(tables, slots, self._slots, sampled_by)
+        return np.frombuffer(found, dtype=np.int64).reshape(len(tables), len(slots))
+
+    def _by_reference(self, sources: Sources, slots: np.ndarray, words: np.ndarray) -> np.ndarray:
+        longest = max((source.row_bytes for source in sources), default=1) // content_unit(sources)
+        step = max(1, WORDS_AT_ONCE // max(1, longest))
         parts = [slice(first, first + step) for first in range(0, len(slots), step)]
         found = [
-            content_fingerprint(sources, slots[part], self._mode, sampled_as[part])
-            for part in parts
+            content_of_records(sources, slots[part], self._mode, words[part]) for part in parts
         ]
         return np.concatenate(found) if found else slots
 

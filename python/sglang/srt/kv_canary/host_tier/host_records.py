@@ -20,14 +20,12 @@ class SlotRecords:
     """Records of some slots, on the host."""
 
     words: torch.Tensor  # int64[n, parts, RECORD_WORDS], as the device's TAIL records
-    # int64[n]: the device slots of which the fingerprints were taken. Content mode `partial` samples by slot.
-    sampled_as: torch.Tensor
 
     def __getitem__(self, index: slice | torch.Tensor) -> SlotRecords:
-        return SlotRecords(self.words[index], self.sampled_as[index])
+        return SlotRecords(self.words[index])
 
     def __len__(self) -> int:
-        return self.sampled_as.shape[0]
+        return self.words.shape[0]
 
     @property
     def present(self) -> torch.Tensor:
@@ -56,11 +54,9 @@ class HostRecords:
     def __init__(self, num_slots: int, parts: int) -> None:
         self.num_slots = num_slots
         self._records = SlotRecords(
-            torch.zeros((num_slots, parts, RECORD_WORDS), dtype=torch.int64),
-            torch.zeros(num_slots, dtype=torch.int64),
+            torch.zeros((num_slots, parts, RECORD_WORDS), dtype=torch.int64)
         )
         self._words = self._records.words.numpy()
-        self._sampled_as = self._records.sampled_as.numpy()
         # Beside the records, which are a cache line each: a load asks for each of its slots.
         self._has_record = np.zeros(num_slots, dtype=np.bool_)
         self._on_the_way: dict[int, _OnTheWay] = {}  # by number, from 1 on
@@ -71,7 +67,7 @@ class HostRecords:
 
     @property
     def nbytes(self) -> int:
-        parts = (self._records.words, self._records.sampled_as, self._has_record, self._awaits)
+        parts = (self._records.words, self._has_record, self._awaits)
         return sum(part.nbytes for part in parts)
 
     def put(self, slots: torch.Tensor, records: SlotRecords, event: Any | None = None) -> None:
@@ -90,22 +86,21 @@ class HostRecords:
         with self._filled(slots.numpy()):
             return self._records[slots]
 
-    def look_up(self, slots: np.ndarray, some: slice) -> tuple[int, tuple[np.ndarray, np.ndarray]]:
-        """(how many of `slots` int64[n], from the first on, have records; words and sampled_as of `some` of them).
+    def look_up(self, slots: np.ndarray, some: slice) -> tuple[int, np.ndarray]:
+        """(how many of `slots` int64[n], from the first on, have records; words of `some` of them).
 
         Waits as `get` does. Raises IndexError for slots beyond the pool. torch takes longer for few slots.
         """
         with self._filled(slots):
             count = HOST.leading(self._has_record, slots)
-            few = slots[some]
-            return count, (self._words[few], self._sampled_as[few])
+            return count, self._words[slots[some]]
 
     def part(self, first: int, stop: int) -> SlotRecords:
         """A copy of the records of the slots [first, stop), as far as their copies have arrived."""
         with self._lock:
             self._fill(slice(first, stop))
             part = self._records[slice(first, stop)]
-            return SlotRecords(part.words.clone(), part.sampled_as.clone())
+            return SlotRecords(part.words.clone())
 
     def clear(self, slots: torch.Tensor | None = None) -> None:
         """`slots` int64[n] hold nothing any more, also once copies to them arrive; None: no slot does."""
@@ -138,7 +133,6 @@ class HostRecords:
         numbers = slots.numpy()
         self._awaits[numbers] = 0
         self._records.words[slots] = records.words
-        self._records.sampled_as[slots] = records.sampled_as
         self._has_record[numbers] = records.present.numpy()
 
     def _fill(self, where: np.ndarray | slice) -> list[Any]:

@@ -86,7 +86,7 @@ class HostTier:
         with _on(stream, device_slots.device):
             tails = [group.records(half, Side.TAIL) for group, half in self.parts]
             words = torch.stack([tail[device_slots] for tail in tails], dim=1)
-            records = SlotRecords(_to_host(words), _to_host(device_slots))
+            records = SlotRecords(_to_host(words))
             if cuda:
                 device_slots.record_stream(torch.cuda.current_stream(device_slots.device))
         self.written_back += len(records)
@@ -108,20 +108,8 @@ class HostTier:
         """Of each group words int64[n, halves, RECORD_WORDS] on the device, for pages that go to `device_slots`."""
         records = self.records.get(host_slots)
         self.loaded += len(records)
-        if self.content and self.mode is ContentMode.PARTIAL:
-            self._sample_again(records, host_slots, device_slots)
         of_groups = records.words.split([len(group.halves) for group in self.groups], dim=1)
         return tuple(_to_device(words, device_slots.device) for words in of_groups)
-
-    def _sample_again(
-        self, records: SlotRecords, host_slots: torch.Tensor, device_slots: torch.Tensor
-    ) -> None:
-        """Mode `partial` samples other bytes of another slot."""
-        slots = host_slots.numpy(), device_slots.cpu().numpy()
-        words = records.words.numpy()
-        now = self._bytes.fingerprints(*slots).T
-        content = words[:, :, record.WORD_CONTENT]
-        np.copyto(content, now, where=_has_content(words))
 
     def load_back(
         self, device_slots: torch.Tensor, words: Sequence[torch.Tensor], stream: Any | None = None
@@ -153,7 +141,7 @@ class HostTier:
         turn = self._turn(len(asked))
         count, known = self.records.look_up(asked, turn)
         slots = asked[turn]
-        wrong = self.damaged(slots, *known)
+        wrong = self.damaged(slots, known)
         if wrong:
             count = min(count, turn.start + turn.step * wrong[0])
             self.records.clear(torch.from_numpy(slots[wrong]))
@@ -174,8 +162,7 @@ class HostTier:
         slots = torch.arange(first, min(stop, self.records.num_slots))
         present = records.present
         slots, records = slots[present], records[present]
-        numbers = slots.numpy()
-        wrong = self.damaged(numbers, records.words.numpy(), records.sampled_as.numpy())
+        wrong = self.damaged(slots.numpy(), records.words.numpy())
         if wrong:
             self.records.clear(slots[wrong])
         return len(slots)
@@ -184,17 +171,16 @@ class HostTier:
         self,
         slots: np.ndarray,
         words: np.ndarray,
-        sampled_as: np.ndarray,
         tier: str = HOST_TIER,
         key: str | None = None,
     ) -> list[int]:
         """Which of the host slots `slots` int64[n] have bytes that differ from their records, in order.
 
-        `words`, `sampled_as`: of their `SlotRecords`. Each difference is a finding of `tier`.
+        `words`: of their `SlotRecords`. Each difference is a finding of `tier`.
         """
         if not self.content or not len(slots):
             return []
-        now = self._bytes.fingerprints(slots, sampled_as).T
+        now = self._bytes.fingerprints(slots, words).T
         differ = now != words[:, :, record.WORD_CONTENT]
         if not differ.any():
             return []

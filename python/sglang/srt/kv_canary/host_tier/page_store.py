@@ -484,10 +484,9 @@ class PageStore:
                 self._report_other_tokens(records, start, mine, key)
                 return self._refuse(Unusable.DAMAGED)
             return self._refuse(Unusable.OTHER)
-        known = records.words.numpy(), records.sampled_as.numpy()
         found: list[Finding] = []
         if _reporting_to(found.append, self._tier).damaged(
-            host_slots.numpy(), *known, self.name, key
+            host_slots.numpy(), records.words.numpy(), self.name, key
         ):
             return self._refuse_unlike(key, stored, found)
         start.position += self.page_size

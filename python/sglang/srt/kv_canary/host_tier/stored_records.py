@@ -1,4 +1,4 @@
-"""The records of one page in a storage backend: a header, the device slots of the fingerprints, the records.
+"""The records of one page in a storage backend: a header, and the records.
 
 The header names who has stored the page. A name that is revoked says that its pages may come from damage.
 """
@@ -18,7 +18,7 @@ import torch
 from ..record import RECORD_WORDS
 from .host_records import SlotRecords
 
-VERSION = 2  # of this layout, the record, the chain, the anchors and the fingerprint together
+VERSION = 3  # of this layout, the record, the chain, the anchors and the fingerprint together
 _MAGIC = b"KVCR"
 # magic, version, identity, halves, checksum of what follows, name of who has stored it
 _HEADER = struct.Struct("<4sI32sII16s")
@@ -41,8 +41,7 @@ def identity_of(facts: Mapping[str, Any]) -> bytes:
 
 def pack(records: SlotRecords, identity: bytes, name: bytes) -> bytes:
     """The bytes to store. `name`: NAME_BYTES, of who stores them."""
-    parts = (records.sampled_as.contiguous(), records.words.contiguous())
-    body = b"".join(part.numpy().astype("<i8", copy=False).tobytes() for part in parts)
+    body = records.words.contiguous().numpy().astype("<i8", copy=False).tobytes()
     halves = records.words.shape[1]
     return _HEADER.pack(_MAGIC, VERSION, identity, halves, zlib.crc32(name + body), name) + body
 
@@ -63,7 +62,7 @@ def unpack(data: bytes, identity: bytes, slots: int, halves: int) -> SlotRecords
     if (magic, version, whose, their_halves) != (_MAGIC, VERSION, identity, halves):
         return Unusable.OTHER
     body = data[_HEADER.size :]
-    if len(body) != 8 * slots * (1 + halves * RECORD_WORDS) or zlib.crc32(name + body) != checksum:
+    if len(body) != 8 * slots * halves * RECORD_WORDS or zlib.crc32(name + body) != checksum:
         return Unusable.DAMAGED
     values = torch.frombuffer(bytearray(body), dtype=torch.int64)
-    return SlotRecords(values[slots:].view(slots, halves, RECORD_WORDS), values[:slots])
+    return SlotRecords(values.view(slots, halves, RECORD_WORDS))

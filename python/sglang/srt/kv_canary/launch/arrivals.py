@@ -69,7 +69,7 @@ class ArrivalLauncher:
             for group in launcher.groups:
                 slots = self._slots_of(arrival, group)
                 launcher.backend.adopt_records(
-                    slots, arrival.row, group, state, self.page_size, self._keeps_content(arrival)
+                    slots, arrival.row, group, state, self.page_size, arrival.keeps_content
                 )
         plan = check_plan(arrivals, self.req_to_token, state.token_lists, not self.is_draft)
         for side in (Side.HEAD, Side.TAIL):
@@ -83,7 +83,7 @@ class ArrivalLauncher:
         forward = state.summary[Header.FORWARD_DONE]
         state.row_memory.hold(launcher.groups, plan.verify.rows, lengths, chains, forward)
         for arrival in arrivals:
-            if not self._keeps_content(arrival):
+            if not arrival.keeps_content:
                 self._take_content(arrival)
         launcher.publish()
 
@@ -111,10 +111,6 @@ class ArrivalLauncher:
                 records = group.records(half, Side.TAIL)
                 records[slots] = next(rest).to(records.device)
                 records[0] = 0  # the padding slot, where tokens without a slot went
-
-    def _keeps_content(self, arrival: Arrival) -> bool:
-        """`partial` selects bytes by slot, so a fingerprint from elsewhere covers other bytes."""
-        return arrival.keeps_content and self.launcher.content_mode is ContentMode.ALL
 
     def _take_content(self, arrival: Arrival) -> None:
         """The bytes as they are now become the content of what arrived."""

@@ -144,13 +144,15 @@ class Launcher:
                 "follow tokens that move one by one"
             )
         self.backend.copy_records(group, source_slots, target_slots)
-        if self.content_mode is ContentMode.PARTIAL:
-            # `partial` selects bytes by slot, so the copied fingerprint covers other bytes.
-            self.backend.renew_content(group, target_slots, self.content_mode, source_slots)
 
-    def renew_content(self, group: CanaryBufferGroup, slots: torch.Tensor) -> None:
-        """Fingerprint the bytes of the live ones of `slots`, int64[n] in the group's slot space, as they are now."""
-        self.backend.renew_content(group, slots, self.content_mode, unknown_too=True)
+    def renew_content(
+        self, group: CanaryBufferGroup, slots: torch.Tensor, only_unknown: bool = False
+    ) -> None:
+        """Fingerprint the bytes of the live ones of `slots`, int64[n] in the group's slot space, as they are now.
+
+        `only_unknown`: of those whose content is unknown.
+        """
+        self.backend.renew_content(group, slots, self.content_mode, only_unknown)
 
 
 def launch_endpoints_per_forward(

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..plan.host_chain import chain_of_tokens, links_of_tokens
 from ..plan.upload import upload
@@ -52,15 +51,4 @@ def adopt_content(launcher: Launcher, slots: torch.Tensor) -> None:
     """The bytes of `slots` (int64[n], FULL) are there now. Fingerprint those whose content is unknown."""
     if launcher.content_mode is not ContentMode.NONE:
         for group in launcher.groups:
-            _adopt_in(launcher, group, group.own_slots(slots))
-
-
-def _adopt_in(launcher: Launcher, group: CanaryBufferGroup, slots: torch.Tensor) -> None:
-    for half in group.halves:
-        tail = group.records(half, Side.TAIL)
-        now = launcher.backend.content_fingerprint(
-            group.content(half), slots, launcher.content_mode
-        )
-        before, writer = tail[slots, record.WORD_CONTENT], tail[slots, record.WORD_WRITER]
-        is_live = (writer >> record.WRITER_STATE_SHIFT) & 0xF == record.State.LIVE
-        tail[slots, record.WORD_CONTENT] = torch.where(is_live & (before == 0), now, before)
+            launcher.renew_content(group, group.own_slots(slots), only_unknown=True)

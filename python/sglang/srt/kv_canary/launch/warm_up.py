@@ -90,10 +90,9 @@ def warm_up_loads(launcher: Launcher) -> None:
 
 def warm_up_fingerprints(launcher: Launcher) -> None:
     """The fingerprint of slot 0, outside of a forward's launches."""
-    for group in launcher.groups:
+    for group in launcher.groups if launcher.content_mode is not ContentMode.NONE else ():
         slots = torch.zeros(1, dtype=torch.int64, device=group.k_head.device)
-        for half in group.halves if launcher.content_mode is not ContentMode.NONE else ():
-            launcher.backend.content_fingerprint(group.content(half), slots, launcher.content_mode)
+        launcher.renew_content(group, slots, only_unknown=True)
 
 
 def warm_up_sweep(launcher: Launcher) -> None:

@@ -38,6 +38,7 @@ class Place:
     prev_slot: int | None
     row: int  # of the reader; 0 if the row is no longer its own
     position: int | None  # that the reader expects there
+    stored_position: int | None  # the record's: content mode `partial` samples by it
     content_written: int | None
     content_now: int | None
     since: int  # first forward of the reader

@@ -108,6 +108,7 @@ def _place_of(v: Violation, recorder: FlightRecorder) -> Place:
         prev_slot=v.prev_slot,
         row=v.reader.row if is_its_row else 0,
         position=v.position,
+        stored_position=v.stored_position,
         content_written=v.content_written,
         content_now=v.content_now,
         since=since,

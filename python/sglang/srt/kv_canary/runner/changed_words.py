@@ -48,17 +48,18 @@ def explaining_words(
     rows: tuple[torch.Tensor, ...],
     sources: tuple[ContentSource, ...],
     mode: ContentMode,
-    slot: int,
+    position: int,
     written: int,
 ) -> tuple[Word, ...]:
     """The words of `rows`, each of which explains the change alone. Usually one or none.
 
-    `rows`: uint8[row_bytes] of each source, on the host. `written`: the fingerprint as it was, signed.
+    `rows`: uint8[row_bytes] of each source, on the host. `position`, `written`: the record's; the fingerprint as it
+    was, signed.
     """
     unit = content_unit(sources)
     now, keys, where = [], [], []
     for index, (source, row) in enumerate(zip(sources, rows, strict=True)):
-        words = words_read(source, index, torch.tensor([slot]), unit, mode)[0]
+        words = words_read(source, index, torch.tensor([position]), unit, mode)[0]
         words = words[words * unit < source.row_bytes]
         values = row.long() if unit == 1 else row.view(torch.int32).long() & 0xFFFFFFFF
         now.append(values[words])

@@ -328,6 +328,7 @@ class LiveAnswers:
             prev_slot=None,
             row=row,
             position=position,
+            stored_position=None,
             content_written=None,
             content_now=None,
             since=0,

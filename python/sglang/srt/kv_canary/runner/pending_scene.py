@@ -98,12 +98,12 @@ class PendingScene:
 
     def _changes(self, rows: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """What `rows` of the finding's half tell of the change."""
-        if not rows:
-            return {}
         place = self.place
+        if not rows or place.stored_position is None:
+            return {}
         sources = self.group.content(place.half)
         words = explaining_words(
-            rows, sources, self.content_mode, place.slot, place.content_written
+            rows, sources, self.content_mode, place.stored_position, place.content_written
         )
         buffers, size = _Buffers.of(sources), content_unit(sources)
         return {

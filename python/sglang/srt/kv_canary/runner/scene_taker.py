@@ -15,7 +15,7 @@ from .. import record
 from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..kernels.reference import hashing
-from ..kernels.reference.content import content_fingerprint
+from ..kernels.reference.content import content_of_records
 from ..pool_kind import PoolKind, Side
 from ..reports.async_copy import FutureTensors
 from ..reports.scene import MAX_LISTED, NEAR, Place
@@ -291,7 +291,7 @@ class _Search:
             stored = words[:, record.WORD_CONTENT]
             is_live = hashing.state_of(words[:, record.WORD_WRITER]) == record.State.LIVE
             known = is_live & (stored != 0)
-            is_other = content_fingerprint(group.content(half), slots, mode) != stored
+            is_other = content_of_records(group.content(half), slots, mode, words) != stored
             is_known |= known
             has_changed |= known & is_other
         return torch.where(is_known > 0, has_changed, unknown)

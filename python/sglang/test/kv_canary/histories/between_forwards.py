@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, State
+from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE
 from sglang_kv_canary.slot_event import SlotEventKind
 
 from ..oracle import GroupModel, SweepEntry
@@ -92,8 +90,6 @@ class BetweenForwards(Damages):
         sources = [self._swa_slot(source) if g.lut else source for g, _ in self._groups()]
         if 0 in sources:
             return
-        if self.spec.content_mode is ContentMode.PARTIAL and not self._all_live(sources):
-            return  # the content word of a freed record is no fingerprint, and nobody moves such slots
         target = self._take_page()
         targets = [self._swa_slot(target) if g.lut else target for g, _ in self._groups()]
         for (g, model), old, new in zip(self._groups(), sources, targets, strict=True):
@@ -124,14 +120,6 @@ class BetweenForwards(Damages):
                 moved, other = memory.page(before), memory.page(place)
                 memory.put_page(place, moved)
                 memory.put_page(before, other)
-
-    def _all_live(self, slots: Sequence[int]) -> bool:
-        """Whether the groups' slots, one of each, have live TAIL records."""
-        return all(
-            model.records[half, "TAIL"][slot].state == State.LIVE
-            for (_, model), slot in zip(self._groups(), slots, strict=True)
-            for half in model.halves
-        )
 
     def _do_sweep(self, op: Sweep) -> None:
         g, model = self._group(op.group)

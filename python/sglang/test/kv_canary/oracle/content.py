@@ -15,15 +15,15 @@ def _mix(value: int) -> int:
 
 
 def fingerprint(
-    layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode, sampled_as: int | None = None
+    layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode, position: int | None = None
 ) -> int:
     """Content word of a slot, signed. 0, for unknown, if its page is unbound.
 
-    `sampled_as`: the slot for which PARTIAL chooses its sectors; None: `slot`.
+    `position`: by which PARTIAL chooses the sectors of a record's slot; None: by `slot`, as without records.
     """
     if layouts and not layouts[0].has_bytes(slot):
         return 0
-    chosen = slot if sampled_as is None else sampled_as
+    chosen = slot if position is None else position
     unit = 4 if all(layout.in_words for layout in layouts) else 1
     total = record.CONTENT_BASE
     for source, layout in enumerate(layouts):

@@ -63,7 +63,7 @@ class ContentChecks(Predictions):
             return
         if not group.content[half][0].has_bytes(slot):
             return
-        now = fingerprint(group.content[half], slot, self.content_mode)
+        now = fingerprint(group.content[half], slot, self.content_mode, stored.position)
         self.counters[tag, TagCounter.CONTENT_CHECKED] += 1
         self._report(
             Reason.CONTENT if now != stored.content else NO_REASON,
@@ -89,6 +89,8 @@ class ContentChecks(Predictions):
                 continue
             if slot is None or not group.content[half][0].has_bytes(slot):
                 continue
-            if tail[slot].forward == self.done & record.FORWARD_MASK:
-                tail[slot].content = fingerprint(group.content[half], slot, self.content_mode)
+            own = tail[slot]
+            if own.forward == self.done & record.FORWARD_MASK:
+                layouts = group.content[half]
+                own.content = fingerprint(layouts, slot, self.content_mode, own.position)
                 self.counters[tag, TagCounter.CONTENT_WRITTEN] += 1

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_kv_canary import record
-from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.pool_kind import Side
 from sglang_kv_canary.record import Mode, Reason, State
 
-from .content import ContentLayout, fingerprint
 from .model import NO_REASON, GroupModel, Record
 from .predictions import Predictions
 
@@ -101,21 +99,8 @@ class Slots(Predictions):
                 stored.set_writer(self.done, 0, mode, State.FREED)
 
     def copy(self, sources: list[int], targets: list[int], group: GroupModel) -> None:
-        """Records follow the bytes of their slots, which have moved; PARTIAL reads other bytes in other slots."""
-        for (half, side), records in group.records.items():
+        """Records follow the bytes of their slots, which have moved."""
+        for records in group.records.values():
             copies = [Record(*records[slot].words) for slot in sources]
-            for source, slot, copied in zip(sources, targets, copies, strict=True):
+            for slot, copied in zip(targets, copies, strict=True):
                 records[slot] = copied
-                is_partial = self.content_mode is ContentMode.PARTIAL and side == "TAIL"
-                if is_partial and copied.content and copied.state == State.LIVE:
-                    self._renew(records[slot], group.content.get(half, ()), source, slot)
-
-    def _renew(
-        self, moved: Record, layouts: tuple[ContentLayout, ...], source: int, slot: int
-    ) -> None:
-        """Bytes that are not those of `source` keep its fingerprint, so that a check finds them."""
-        if not layouts:
-            return
-        before = fingerprint(layouts, slot, self.content_mode, sampled_as=source)
-        if before in (0, moved.content):
-            moved.content = fingerprint(layouts, slot, self.content_mode)

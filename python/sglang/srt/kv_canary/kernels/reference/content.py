@@ -43,15 +43,15 @@ def word_values(source: ContentSource, slots: Words, words: Words, unit: int) ->
     return (values & ((1 << (8 * unit)) - 1)) * inside
 
 
-def words_read(source: ContentSource, index: int, slots: Words, unit: int, mode: ContentMode):
+def words_read(source: ContentSource, index: int, sampled_by: Words, unit: int, mode: ContentMode):
     """Word indices int64[n, m] of a row that `mode` reads. int64[1, m] where all rows have the same."""
     if mode is ContentMode.ALL:
-        return _numbers(-(-source.row_bytes // unit), slots)[None]
+        return _numbers(-(-source.row_bytes // unit), sampled_by)[None]
     per_sector = record.SECTOR_BYTES // unit
     sectors = -(-source.row_bytes // record.SECTOR_BYTES)
-    mixed = hashing.shift_right(hashing.mix64((slots << 16) + index), 33)
+    mixed = hashing.shift_right(hashing.mix64((sampled_by << 16) + index), 33)
     first = (mixed % sectors) * per_sector
-    return first[:, None] + _numbers(per_sector, slots)
+    return first[:, None] + _numbers(per_sector, sampled_by)
 
 
 def _numbers(count: int, like: Words) -> Words:
@@ -70,20 +70,32 @@ def content_fingerprint(
     sources: tuple[ContentSource, ...],
     slots: Words,
     mode: ContentMode,
-    sampled_as: Words | None = None,
+    sampled_by: Words | None = None,
 ) -> Words:
     """Fingerprint int64[n] of `slots` int64[n] (in the group's own slot space).
 
-    `sampled_as` int64[n]: the slots for which mode `partial` chooses its sectors; None: `slots`. 0, which stands for
-    unknown content, where a slot's page is unbound.
+    `sampled_by` int64[n]: the numbers by which mode `partial` chooses its sectors; None: `slots`. Fingerprints of
+    records are sampled by position, see `content_of_records`. 0, which stands for unknown content, where a slot's page
+    is unbound.
     """
-    sampled_as = slots if sampled_as is None else sampled_as
+    sampled_by = slots if sampled_by is None else sampled_by
     unit = content_unit(sources)
     total = slots * 0 + record.to_signed64(record.CONTENT_BASE)
     for index, source in enumerate(sources):
-        words = words_read(source, index, sampled_as, unit, mode)
+        words = words_read(source, index, sampled_by, unit, mode)
         total = total + (word_values(source, slots, words, unit) * word_keys(index, words)).sum(1)
     return total * has_bytes(sources, slots)
+
+
+def content_of_records(
+    sources: tuple[ContentSource, ...], slots: Words, mode: ContentMode, words: Words
+) -> Words:
+    """Fingerprint int64[n] that the records `words` int64[n, RECORD_WORDS] of `slots` int64[n] should hold.
+
+    Mode `partial` samples by position: that stays with a record that goes to another slot, tier or server.
+    """
+    positions = hashing.stored_position(words[:, record.WORD_IDENTITY])
+    return content_fingerprint(sources, slots, mode, positions)
 
 
 def has_bytes(sources: tuple[ContentSource, ...], slots: Words) -> Words:
@@ -96,8 +108,7 @@ def renew_content(
     group: CanaryBufferGroup,
     slots: torch.Tensor,
     mode: ContentMode,
-    moved_from: torch.Tensor | None = None,
-    unknown_too: bool = False,
+    only_unknown: bool = False,
 ) -> None:
     """Fingerprint live ones of `slots` as they are now; arguments as of `triton.content.renew_content`."""
     listed = longs(slots)
@@ -108,15 +119,11 @@ def renew_content(
         if not sources:
             continue
         tail = array(group.records(half, Side.TAIL))
-        stored = tail[own, record.WORD_CONTENT]
         renewed = hashing.state_of(tail[own, record.WORD_WRITER]) == record.State.LIVE
-        if not unknown_too:
-            renewed &= stored != 0
-        if moved_from is not None:
-            before = content_fingerprint(sources, own, mode, longs(moved_from)[inside])
-            renewed &= (before == stored) | ~has_bytes(sources, own)
-        now = content_fingerprint(sources, own, mode)
-        tail[own[renewed], record.WORD_CONTENT] = now[renewed]
+        if only_unknown:
+            renewed &= tail[own, record.WORD_CONTENT] == 0
+        live = own[renewed]
+        tail[live, record.WORD_CONTENT] = content_of_records(sources, live, mode, tail[live])
 
 
 def check_and_write_content(
@@ -177,7 +184,8 @@ def _write(launch: Launch, half: str, mode: ContentMode) -> None:
     )
     slots = slots[fresh]
     slots = slots[has_bytes(group.content(half), slots)]
-    tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
+    now = content_of_records(group.content(half), slots, mode, tail[slots])
+    tail[slots, record.WORD_CONTENT] = now
     launch.report(half).count(TagCounter.CONTENT_WRITTEN, slots.size)
 
 
@@ -211,7 +219,7 @@ def _compare(
     writer, stored = words[:, record.WORD_WRITER], words[:, record.WORD_CONTENT]
     has = (hashing.state_of(writer) == record.State.LIVE) & (stored != 0)
     has &= has_bytes(group.content(half), slots)
-    now = content_fingerprint(group.content(half), slots, mode)
+    now = content_of_records(group.content(half), slots, mode, words)
     report.append(
         (has & (now != stored)) * int(Reason.CONTENT),
         slot=slots,

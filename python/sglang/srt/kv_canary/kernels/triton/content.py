@@ -364,7 +364,10 @@ def _write_launches(
 def content_fingerprint(
     sources: tuple[ContentSource, ...], slots: torch.Tensor, mode: ContentMode
 ) -> torch.Tensor:
-    """Fingerprint int64[n] of `slots` int[n], in the group's slot space. All must lie in the pool. 0: page unbound."""
+    """Fingerprint int64[n] of `slots` int[n], in the group's slot space. All must lie in the pool. 0: page unbound.
+
+    Mode `partial` samples by the slots' own numbers. Those of records are sampled by position, see `renew_content`.
+    """
     out = torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
     if not sources or slots.numel() == 0:
         return out
@@ -388,13 +391,11 @@ def renew_content(
     group: CanaryBufferGroup,
     slots: torch.Tensor,
     mode: ContentMode,
-    moved_from: torch.Tensor | None = None,
-    unknown_too: bool = False,
+    only_unknown: bool = False,
 ) -> None:
     """Fingerprint the bytes of the live ones of `slots` int[n], in the group's slot space, as they are now.
 
-    Without `unknown_too`, slots whose content is unknown stay so. `moved_from`, like `slots`: where their bytes and
-    records have been. A slot keeps its fingerprint, which its bytes do not have, if other bytes lie there now.
+    `only_unknown`: of those whose content is unknown.
     """
     if slots.numel() == 0:
         return
@@ -404,10 +405,9 @@ def renew_content(
             **_half_arguments(group, halves, launch),
             **launch.page_arguments,
             "slot_list": dense(slots),
-            "source_list": dense(moved_from),
             "list_size": slots.numel(),
             "num_slots": group.num_slots,
-            "unknown_too": int(unknown_too),
+            "only_unknown": int(only_unknown),
             **constants,
         }
         items = len(halves) * -(-slots.numel() // constants["SLOTS"])

@@ -83,8 +83,8 @@ def locate(pages, slots, usable, SIZE: tl.constexpr):
 
 
 @jit
-def _rows_at(sources, first, slots, places, shape):
-    """Rows of `slots` [slots, 1], which lie at `places`, in shape.layers sources from `first` on."""
+def _rows_at(sources, first, places, numbers, shape):
+    """Rows at `places` [slots, 1] in shape.layers sources from `first` on; `numbers` as in `fingerprint`."""
     layer = first + tl.arange(0, shape.layers)[None, :]
     # Not masked: see forward_kernel._block_at.
     entry = sources.table + tl.minimum(layer, sources.size - 1) * TABLE_COLUMNS
@@ -114,23 +114,26 @@ def _rows_at(sources, first, slots, places, shape):
     skipped = row_bytes * 0
     if shape.partial:
         index = tl.load(entry + INDEX)
-        mixed = (mix64((slots << 16) + index).to(tl.uint64) >> 33).to(tl.int32)
+        mixed = (mix64((numbers << 16) + index).to(tl.uint64) >> 33).to(tl.int32)
         sectors = tl.maximum((row_bytes + (_SECTOR_BYTES - 1)) // _SECTOR_BYTES, 1)
         skipped = (mixed % sectors) * (_SECTOR_BYTES // shape.unit)
     return _Rows(layer < sources.size, row_bytes, key, start, skipped)
 
 
 @jit
-def fingerprint(sources, slots, places, usable, shape):
-    """Fingerprint int64[shape.slots] of `slots` at `places`; of slots that are not `usable` nothing is read."""
+def fingerprint(sources, places, numbers, usable, shape):
+    """Fingerprint int64[shape.slots] of slots at `places`; of slots that are not `usable` nothing is read.
+
+    `numbers`: int64[shape.slots] by which mode `partial` chooses the sectors.
+    """
     # Axes: slot, quad, layer, word of the quad. Triton gives neighbouring threads neighbouring quads of a row.
     place = (tl.arange(0, shape.quads)[:, None] * 4 + tl.arange(0, 4)[None, :])[None, :, None, :]
     total = tl.full([shape.slots, shape.quads], 0, tl.int64)
     for first_word in range(0, shape.words, 4 * shape.quads):
-        rows = _rows_at(sources, 0, slots[:, None], places[:, None], shape)
+        rows = _rows_at(sources, 0, places[:, None], numbers[:, None], shape)
         for first in range(0, sources.size, shape.layers):
             # A turn ahead, so that the words' loads wait for nothing.
-            more = _rows_at(sources, first + shape.layers, slots[:, None], places[:, None], shape)
+            more = _rows_at(sources, first + shape.layers, places[:, None], numbers[:, None], shape)
             word = first_word + place
             if shape.partial:
                 word = word + rows.skipped[:, None, :, None]

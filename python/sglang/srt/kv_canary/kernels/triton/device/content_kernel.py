@@ -47,12 +47,26 @@ class _Read(NamedTuple):
     words: Any  # addresses of the records
     writer: Any
     stored: Any  # fingerprints
+    numbers: Any  # that choose the sectors of mode `partial`
 
 
 @jit
-def _read(records, slots, usable):
+def _read(records, slots, usable, PARTIAL: tl.constexpr):
     words = records + slots * WORDS
-    return _Read(slots, usable, words, tl.load(words + WRITER), tl.load(words + CONTENT))
+    numbers = position_of(tl.load(words)) if PARTIAL else slots
+    return _Read(slots, usable, words, tl.load(words + WRITER), tl.load(words + CONTENT), numbers)
+
+
+@jit
+def _after_hashing(read, PARTIAL: tl.constexpr):
+    """`read`, for what comes after the fingerprint. Mode `partial` loads its words now, from the cache.
+
+    Its record was loaded for the position, and the words would take 11 registers until here: fewer programs would run.
+    """
+    writer, stored = read.writer, read.stored
+    if PARTIAL:
+        writer, stored = tl.load(read.words + WRITER), tl.load(read.words + CONTENT)
+    return _Read(read.slots, read.usable, read.words, writer, stored, read.numbers)
 
 
 @jit
@@ -244,14 +258,15 @@ def content_kernel(
         slots, reasons = translate(space, full)
         size = tl.where(half == 0, first_size, second_size)
         places, usable = locate(Pages(page_table, page_limit), slots, reasons == 0, PAGE_SIZE)
-        read = _read(records + half * offset, slots, usable)
+        read = _read(records + half * offset, slots, usable, PARTIAL)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
-            slots,
             places,
+            read.numbers,
             read.usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
+        read = _after_hashing(read, PARTIAL)
         if piece < visits:
             compared = _compare(report, half, read, full, row, now)
             checked += tl.where(half == 0, compared, 0)
@@ -319,11 +334,11 @@ def content_write_kernel(
         slots, reasons = translate(space, full)
         size = tl.where(half == 0, first_size, second_size)
         places, usable = locate(Pages(page_table, page_limit), slots, reasons == 0, PAGE_SIZE)
-        read = _read(records + half * offset, slots, usable)
+        read = _read(records + half * offset, slots, usable, PARTIAL)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
-            slots,
             places,
+            read.numbers,
             read.usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
@@ -381,14 +396,15 @@ def content_list_kernel(
         slots = tl.where(usable, slots, 0)
         size = tl.where(half == 0, first_size, second_size)
         places, usable = locate(Pages(page_table, page_limit), slots, usable, PAGE_SIZE)
-        read = _read(records + half * offset, slots, usable)
+        read = _read(records + half * offset, slots, usable, PARTIAL)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
-            slots,
             places,
+            read.numbers,
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
+        read = _after_hashing(read, PARTIAL)
         compared = _compare(report, half, read, slots, 0, now, True)
         checked += tl.where(half == 0, compared, 0)
         second_checked += tl.where(half == 0, 0, compared)
@@ -420,7 +436,7 @@ def fingerprint_kernel(
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Fingerprints of listed slots. 0 where a slot's page is unbound."""
+    """Fingerprints of listed slots, by whose numbers mode `partial` samples. 0 where a slot's page is unbound."""
     items = (list_size + (SLOTS - 1)) // SLOTS
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         at = item * SLOTS + tl.arange(0, SLOTS)
@@ -429,8 +445,8 @@ def fingerprint_kernel(
         places, usable = locate(Pages(page_table, page_limit), slots, inside, PAGE_SIZE)
         now = fingerprint(
             Sources(table, sources),
-            slots,
             places,
+            slots,
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
@@ -440,12 +456,11 @@ def fingerprint_kernel(
 
 
 @jit(
-    do_not_specialize=[*CONTENT_INTEGERS, "unknown_too"],
-    do_not_specialize_on_alignment=["slot_list", "source_list"],
+    do_not_specialize=[*CONTENT_INTEGERS, "only_unknown"],
+    do_not_specialize_on_alignment=["slot_list"],
 )
 def renew_kernel(
     slot_list,
-    source_list,  # None: the bytes have not moved
     records,
     second_records,
     table,
@@ -455,7 +470,7 @@ def renew_kernel(
     page_limit,
     first_size,
     second_size,
-    unknown_too,
+    only_unknown,
     PAGE_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -480,23 +495,13 @@ def renew_kernel(
         size = tl.where(half == 0, first_size, second_size)
         sources = Sources(table + half * first_size * TABLE_COLUMNS, size)
         places, usable = locate(Pages(page_table, page_limit), slots, inside, PAGE_SIZE)
-        read = _read(records + half * offset, slots, usable)
+        read = _read(records + half * offset, slots, usable, PARTIAL)
         renewed = inside & (state_of(read.writer) == LIVE)
-        renewed = renewed & ((read.stored != 0) | (unknown_too != 0))
-        if source_list is not None:
-            moved = tl.load(source_list + at, mask=at < list_size, other=0).to(tl.int64)
-            before = fingerprint(
-                sources,
-                moved,
-                places,
-                usable,
-                Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
-            )
-            renewed = renewed & ((before == read.stored) | (usable == 0))
+        renewed = renewed & ((read.stored == 0) | (only_unknown == 0))
         now = fingerprint(
             sources,
-            slots,
             places,
+            read.numbers,
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
