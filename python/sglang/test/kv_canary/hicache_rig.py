@@ -46,7 +46,7 @@ class HiCacheRig(ManagerRig):
             write_policy="write_through",
             io_backend="direct",
         )
-        self.tier = protect(self.manager, self.host_pool)
+        (self.tier,) = protect(self.manager, self.host_pool)
 
     def write_back(self, row: int, count: int) -> torch.Tensor:
         """Copy the row's first slots to host memory, and give them back on the device. Returns the host slots."""

@@ -15,15 +15,17 @@ LOOKED_AT = 65536  # host slots maximum of one part; most of them may be empty
 class HostSweep(StepObserver):
     """Runs on the host, with a budget of its own. Passes begin as often as those of the sweep of the device pool."""
 
-    def __init__(self, config: CanaryConfig, tier: HostTier, sink: EventSink) -> None:
-        self._tier = tier
+    def __init__(self, config: CanaryConfig, tiers: tuple[HostTier, ...], sink: EventSink) -> None:
+        """A pass goes through `tiers` one after the other. Content is checked in all of them."""
+        self._tiers = tiers
         self._sink = sink
         self._interval = config.sweep_interval
         self._every = config.sweep_every_n_steps
-        self._slots = max(1, min(LOOKED_AT, config.host_sweep_budget_bytes // tier.bytes_per_slot))
+        self._budget_bytes = config.host_sweep_budget_bytes
         self._tick = 0
         self._next_pass = self._next_part = self._interval
-        self._at = 0  # next host slot
+        self._now = 0  # the tier of the next part
+        self._at = 0  # its next host slot
         self._compared = 0
         self._started = 0.0
         self._report_every_s = config.sweep_report_every_s
@@ -39,18 +41,25 @@ class HostSweep(StepObserver):
 
     def _advance(self, manager: Observed, idle: bool) -> None:
         self._tick += 1
-        due = self._next_part if self._at else self._next_pass
-        if not manager.armed or not self._tier.content or self._tick < due:
+        begins = self._now == self._at == 0
+        due = self._next_pass if begins else self._next_part
+        if not manager.armed or not self._tiers[0].content or self._tick < due:
             return
-        if self._at == 0:
+        if begins:
             self._started, self._compared = time.monotonic(), 0
             self._next_pass = self._tick + self._interval
         self._next_part = self._tick + (1 if idle else self._every)
-        stop = min(self._at + self._slots, self._tier.records.num_slots)
-        self._compared += self._tier.compare(self._at, stop)
-        self._at = stop % self._tier.records.num_slots
+        self._compare_part(self._tiers[self._now])
+
+    def _compare_part(self, tier: HostTier) -> None:
+        count = max(1, min(LOOKED_AT, self._budget_bytes // tier.bytes_per_slot))
+        stop = min(self._at + count, tier.records.num_slots)
+        self._compared += tier.compare(self._at, stop)
+        self._at = stop % tier.records.num_slots
         if self._at == 0:
-            self._pass_done()
+            self._now = (self._now + 1) % len(self._tiers)
+            if self._now == 0:
+                self._pass_done()
 
     def _pass_done(self) -> None:
         self.passes += 1

@@ -292,7 +292,7 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "counters",
         observe.read_counters,
-        "Return the device's counters of every launch tag. Not a fault.",
+        "Return the device's counters of every launch tag, and HiCache's slots. Not a fault.",
     ),
     Fault(
         WITHDRAW,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..reports.slot_history import SlotHistory
     from ..runner.manager import CanaryManager
     from .adapter_names import AdapterNames
+    from .host_pools import HostWindows
     from .swa_translation import SwaOutCacheLoc
 
 
@@ -105,6 +106,7 @@ class CanaryContext:
     page_stores: list[PageStore] = field(default_factory=list)
     # Host slot of each token of the longest cached prefix; None: the device pool holds it, too
     host_slots_of: Callable[[Any, list[int]], list[int | None]] | None = None
+    host_windows: HostWindows | None = None  # HiCache's host pool of SWA slots; None: there is none
     containment: Any | None = (
         None  # SGLANG_KV_CANARY_ACTION=abort; None: findings are reported only
     )
@@ -217,12 +219,13 @@ class CanaryContext:
         purpose: str,
         function: str,
         request_id: str | None,
+        pool_kind: PoolKind = PoolKind.FULL,
     ) -> None:
-        """K and V come into FULL slots int64[n], by `function` of SGLang and not by a forward."""
+        """K and V come into slots int64[n] of `pool_kind`, by `function` of SGLang and not by a forward."""
         calls = (slots.shape[0], site_of(purpose, function), request_id)
         step = self.recorder.step_count
         for manager in self.managers:
-            manager.ledger.record(SlotEventKind.LOAD, PoolKind.FULL, slots, page_size, step, calls)
+            manager.ledger.record(SlotEventKind.LOAD, pool_kind, slots, page_size, step, calls)
 
 
 context = CanaryContext()

@@ -8,28 +8,23 @@ streams, and shortens what a prefix cache loads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import ContentMode
-from ..errors import startup_error
-from ..host_tier.host_content import Sources, sources_of
 from ..host_tier.host_sweep import HostSweep
-from ..host_tier.host_tier import HostTier
 from ..pool_kind import PoolKind
-from ..pool_patcher.adapters.indexer_layout import host_indexer_content
-from ..pool_patcher.errors import UnsupportedPoolError
+from ..slot_event import SlotEventKind
 from .context import context
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
-from .speculative import mark_unfilled
+from .host_pools import LOADED, WINDOWS, HostSlotsOf, HostWindows, host_pools_of, tier_of
 from .swept_slots import await_sweep
 
 if TYPE_CHECKING:
-    from ..buffer_group import CanaryBufferGroup
+    from ..host_tier.host_tier import HostTier
     from ..runner.manager import CanaryManager
 
 __all__ = [
@@ -45,18 +40,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOADED = "KV that is loaded back from host memory"
-# In one slot space. A release has one of the last two.
-_HOST_POOLS = {
-    PoolKind.FULL: ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost"),
-    PoolKind.INDEXER: ("NSAIndexerPoolHost", "DSAIndexerPoolHost"),
-}
 CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 # Of pages that lie in several host pools.
 HYBRID_CONTROLLER = (
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 )
-HostSlotsOf = Callable[[Any, list[int]], Sequence[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +58,26 @@ class CopyStreams:
 # Start
 
 
-def start_tier(host: Any, host_slots_of: HostSlotsOf, loads_in_background: bool = False) -> None:
-    """Protect `host`, the empty host pools of a prefix cache. Does nothing without the canary."""
+def start_tier(
+    host: Any,
+    host_slots_of: HostSlotsOf,
+    loads_in_background: bool = False,
+    window_slots_of: HostSlotsOf | None = None,
+) -> None:
+    """Protect `host`, the empty host pools of a prefix cache. Does nothing without the canary.
+
+    `window_slots_of`: the same as `host_slots_of`, of the SWA slots. None: models with sliding windows are refused.
+    """
     manager = context.target
     if manager is None:
         return
-    tier = protect(manager, host, host_slots_of, loads_in_background)
-    if manager.config.sweep_interval and tier.content:
-        manager.observers.append(HostSweep(manager.config, tier, manager.sink))
+    tiers = protect(manager, host, host_slots_of, loads_in_background, window_slots_of)
+    if manager.config.sweep_interval and tiers[0].content:
+        manager.observers.append(HostSweep(manager.config, tiers, manager.sink))
     logger.info(
         "kv-canary: HiCache is protected, %d host slots, %d bytes of records in host memory",
-        tier.records.num_slots,
-        tier.records.nbytes,
+        sum(tier.records.num_slots for tier in tiers),
+        sum(tier.records.nbytes for tier in tiers),
     )
 
 
@@ -90,68 +86,23 @@ def protect(
     host: Any,
     host_slots_of: HostSlotsOf | None = None,
     loads_in_background: bool = False,
-) -> HostTier:
+    window_slots_of: HostSlotsOf | None = None,
+) -> tuple[HostTier, ...]:
     """Keep records beside `host`, the target's empty host pool, or SGLang's group of such pools.
 
-    Raises CanaryStartupError for pools of other kinds.
+    Returns a tier for each space of host slots. Raises CanaryStartupError for pools of other kinds.
     """
-    pools = _pools_of(host)
-    kinds = [_kind_of(pool) for pool in pools]
-    if None in kinds or kinds != [group.kind for group in manager.groups]:
-        names = ", ".join(type(pool).__name__ for pool in pools)
-        alone, indexers = (" or ".join(names) for names in _HOST_POOLS.values())
-        raise startup_error(
-            f"HiCache keeps pages in {names}; the canary knows {alone} alone, or with {indexers}.",
-            LOADED,
-        )
-    try:
-        tier = _tier_of(manager, pools, loads_in_background)
-    except UnsupportedPoolError as error:
-        raise startup_error(f"{error}.", LOADED) from error
+    pools, window = host_pools_of(manager, host, window_slots_of is not None)
+    groups = tuple(g for g in manager.groups if window is None or g.kind is not PoolKind.SWA)
+    tier = tier_of(manager, groups, pools, loads_in_background)
     context.host_tier, context.host_slots_of = tier, host_slots_of
     manager.observers.append(tier.launches)
-    return tier
-
-
-def _pools_of(host: Any) -> list[Any]:
-    """The host pools of one slot space. The first one hands the slots out."""
-    if not hasattr(host, "anchor_entry"):
-        return [host]
-    first = host.anchor_entry
-    return [entry.host_pool for entry in (first, *(e for e in host.entries if e is not first))]
-
-
-def _kind_of(pool: Any) -> PoolKind | None:
-    return next((k for k, names in _HOST_POOLS.items() if type(pool).__name__ in names), None)
-
-
-def _tier_of(manager: CanaryManager, pools: Sequence[Any], loads_in_background: bool) -> HostTier:
-    config, content = manager.config, ()
-    if config.content_mode is not ContentMode.NONE:
-        content = tuple(
-            sources
-            for pool, group in zip(pools, manager.groups, strict=True)
-            for sources in _content_of(pool, group)
-        )
-    return HostTier(
-        manager.groups,
-        manager.state,
-        content,
-        pools[0].size,
-        config.content_mode,
-        config.host_check_budget_bytes,
-        lambda finding: manager.violations.found(finding, manager.forward_ct),
-        loads_in_background,
-    )
-
-
-def _content_of(pool: Any, group: CanaryBufferGroup) -> list[Sources]:
-    """Of each half. From 0.5.18 on MTP layers of the draft model may follow in the same pool."""
-    if group.kind is PoolKind.INDEXER:
-        return [host_indexer_content(pool, pool.device_pool)]
-    halves = pool.kv_buffer if len(group.halves) == 2 else (pool.kv_buffer,)
-    layers = getattr(pool, "target_layer_num", pool.layer_num)
-    return [sources_of(half, pool.layout, layers, pool.size, pool.page_size) for half in halves]
+    if window is None:
+        return (tier,)
+    groups = tuple(g for g in manager.groups if g.kind is PoolKind.SWA)
+    of_window = tier_of(manager, groups, [window], loads_in_background)
+    context.host_windows = HostWindows(window, of_window, window_slots_of)
+    return tier, of_window
 
 
 def agreed(tree: Any, usable: int | None) -> int:
@@ -163,6 +114,20 @@ def agreed(tree: Any, usable: int | None) -> int:
     return int(value)
 
 
+# What is copied
+
+
+def _copies_of(operation: Any) -> Iterator[tuple[HostTier, torch.Tensor, torch.Tensor]]:
+    """(tier, host slots, device slots) of each slot space of which HiCache's `operation` copies pages."""
+    if len(operation.host_indices):
+        yield context.host_tier, operation.host_indices, operation.device_indices
+    if context.host_windows is None:
+        return
+    for transfer in operation.pool_transfers or ():
+        if transfer.name == WINDOWS:
+            yield context.host_windows.tier, transfer.host_indices, transfer.device_indices
+
+
 # Device to host
 
 
@@ -170,13 +135,12 @@ def _copy_back(tier: HostTier, controller: Any, stream: Any) -> list[Callable[[]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
         tier.launches.await_on(stream)
+    copies = [copy for op in controller.write_queue for copy in _copies_of(op)]
     if not context.target.armed:  # nothing is recorded now
-        for op in controller.write_queue:
-            tier.records.clear(op.host_indices)
+        for of_slots, host, _ in copies:
+            of_slots.records.clear(host)
         return []
-    return [
-        tier.copy_back(op.host_indices, op.device_indices, stream) for op in controller.write_queue
-    ]
+    return [of_slots.copy_back(host, device, stream) for of_slots, host, device in copies]
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:
@@ -194,18 +158,20 @@ def _after_load(device_slots: Any, controller: Any, *args: Any, **kwargs: Any) -
         context.target.ledger.awaits_load_back = True
 
 
-def _arrive(tier: HostTier, page_size: int, loads: Sequence[Any], stream: Any) -> None:
+def _arrive(page_size: int, loads: Sequence[Any], stream: Any) -> None:
     """`loads`: HiCache's operations, whose bytes are being copied on `stream`."""
     ledger = context.target.ledger
     for load in loads:
-        slots = load.device_indices
-        context.slots_filled(slots, page_size, "load from host memory", "start_loading", None)
-        words = tier.records_for(load.host_indices, slots)
-        for loaded in tier.load_back(slots, words, stream):
-            ledger.record_load_back(loaded)
-        # No records come with the draft model's KV, and not all of it was ever computed.
-        for draft in context.drafts:
-            mark_unfilled(draft, slots)
+        for tier, host, device in _copies_of(load):
+            kind = tier.groups[0].allocator_kind
+            context.slots_filled(
+                device, page_size, "load from host memory", "start_loading", None, kind
+            )
+            for loaded in tier.load_back(device, tier.records_for(host, device), stream):
+                ledger.record_load_back(loaded)
+            # No records come with the draft model's KV, and not all of it was ever computed.
+            for draft in context.drafts:
+                draft.ledger.record(SlotEventKind.UNFILL, kind, device, page_size=1)
     ledger.awaits_load_back = False
 
 
@@ -215,14 +181,19 @@ def _arrive(tier: HostTier, page_size: int, loads: Sequence[Any], stream: Any) -
 @guarded
 def _after_host_free(_: Any, pool: Any, indices: torch.Tensor) -> None:
     if context.host_tier is not None:
-        context.host_tier.records.clear(indices.cpu())
+        _tier_beside(pool).records.clear(indices.cpu())
 
 
 @guarded
 def _after_host_clear(_: Any, pool: Any) -> None:
     if context.host_tier is not None:
-        context.host_tier.records.clear()
+        _tier_beside(pool).records.clear()
         context.target.ledger.awaits_load_back = False
+
+
+def _tier_beside(pool: Any) -> HostTier:
+    windows = context.host_windows
+    return windows.tier if windows is not None and windows.pool is pool else context.host_tier
 
 
 def copy_hooks(
@@ -257,7 +228,7 @@ def copy_hooks(
         attempt_aside(await_sweep, stream)
         producer = original(controller)
         # The device copies bytes meanwhile. No page leaves host memory before that is over.
-        attempt(_arrive, tier, controller.page_size, loads, stream)
+        attempt(_arrive, controller.page_size, loads, stream)
         return producer
 
     return (

@@ -131,6 +131,8 @@ def _around_attach(original: Callable[..., Any], tree: Any, *args: Any, **kwargs
     backend = kwargs.get("storage_backend", args[0] if args else None)
     if context.host_tier is not None and backend not in COVERED_STORAGE:
         return False, f"kv-canary does not cover the storage backend {backend!r}: use 'file'"
+    if context.host_windows is not None:
+        return False, "kv-canary does not cover storage with sliding windows"
     if context.host_tier is not None and release().server_args().disaggregation_mode == "decode":
         return False, "kv-canary does not cover storage on a decode server"
     return original(tree, *args, **kwargs)

@@ -7,11 +7,8 @@ the prefix before that.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from ..context import context
 from ..disaggregation import DECODE
@@ -19,9 +16,8 @@ from ..guard import attempt
 from ..hicache import HYBRID_CONTROLLER, LOADED, CopyStreams, agreed, copy_hooks, start_tier
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-
-if TYPE_CHECKING:
-    from ...host_tier.host_tier import HostTier
+from .hicache_windows import is_windowed, refuse_beside_windows
+from .host_loads import host_slots_of, usable_of, window_slots_of
 
 __all__ = ["HOOKS"]
 
@@ -34,47 +30,45 @@ def _after_init(_: Any, tree: Any, server_args: Any, *args: Any, **kwargs: Any) 
     args = release().settled(server_args)
     if not context.active or not args.enable_hierarchical_cache:
         return
+    if is_windowed(tree.host_pool_group):
+        refuse_beside_windows(args)
     # A decode server takes up a request when its load is over, and decodes others meanwhile.
-    start_tier(tree.host_pool_group, _host_slots_of, args.disaggregation_mode == "decode")
-
-
-def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    prefixes = getattr(context.containment, "prefixes", None)
-    key = RadixKey(array("q", token_ids), getattr(prefixes, "default_key", None))
-    found = tree.match_prefix(MatchPrefixParams(key=key))
-    return [None] * found.device_prefix_len + _slots_to_load(tree, found.best_match_node).tolist()
-
-
-def _slots_to_load(tree: Any, node: Any) -> torch.Tensor:
-    """int64[n] on the CPU: host slots of the path to `node`, as far as the device pool does not hold it."""
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase
-
-    (full,) = tree.tree_core.build_hicache_transfers(
-        ComponentType.FULL, node, CacheTransferPhase.LOAD_BACK
-    )
-    return full.host_indices
+    in_background = args.disaggregation_mode == "decode"
+    start_tier(tree.host_pool_group, host_slots_of, in_background, window_slots_of)
 
 
 def _around_admission(
-    original: Callable[..., Any], adder: Any, req: Any, *, host_hit_length: int, **more: Any
+    original: Callable[..., Any],
+    adder: Any,
+    req: Any,
+    *,
+    host_hit_length: int,
+    swa_host_hit_length: int,
+    **more: Any,
 ) -> Any:
     """Load the prefix up to the first page that has no record or is damaged. All ranks load the same."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    admission = original(adder, req, host_hit_length=host_hit_length, **more)
-    tier = context.host_tier
-    if tier is None or not host_hit_length or isinstance(admission, AddReqResult):
+    hits = {"host_hit_length": host_hit_length, "swa_host_hit_length": swa_host_hit_length}
+    admission = original(adder, req, **hits, **more)
+    if context.host_tier is None or isinstance(admission, AddReqResult) or not any(hits.values()):
         return admission
-    tree = adder.tree_cache
-    usable, total = _usable_of(tier, tree, req)
-    if usable == total:
+    if not _shorten_to_usable(adder.tree_cache, req):
         return admission
-    attempt(_shorten, tree, req, usable)
-    return original(adder, req, host_hit_length=req.host_hit_length, **more)
+    hits = {name: getattr(req, name) for name in hits}
+    return original(adder, req, **hits, **more)
+
+
+def _shorten_to_usable(tree: Any, req: Any) -> bool:
+    """Whether `req` loads less now. A shorter prefix may have another window, whose pages are compared, too."""
+    shortened = False
+    while req.host_hit_length or req.swa_host_hit_length:
+        usable, end = _usable_of(tree, req, req.prefix_len)
+        if usable == end:
+            break
+        attempt(_shorten, tree, req, usable)
+        shortened = True
+    return shortened
 
 
 def _around_promise(original: Callable[..., Any], queue: Any, req: Any, match: Any) -> Any:
@@ -83,41 +77,40 @@ def _around_promise(original: Callable[..., Any], queue: Any, req: Any, match: A
     What is promised is loaded while the rest is sent, in one piece, or SGLang fails the request. It loads no piece that
     is shorter than its threshold.
     """
-    tier = context.host_tier
-    if tier is not None and match is not None and match.l2_host_hit_length:
-        usable, total = _usable_of(tier, queue.tree_cache, req)
-        if usable != total:
+    if context.host_tier is not None and match is not None and match.l2_host_hit_length:
+        end, total = _usable_of(queue.tree_cache, req, match.l1_prefix_len)
+        if end != total:
+            usable = end - match.l1_prefix_len
             usable = usable if usable >= queue.tree_cache.load_back_threshold else 0
             match.l2_host_hit_length = req.host_hit_length = usable
             match.l3_storage_hit_length, match.last_host_node = 0, None  # it continues the whole
     return original(queue, req, match)
 
 
-def _usable_of(tier: HostTier, tree: Any, req: Any) -> tuple[int, int | None]:
-    """(tokens that may be loaded for `req`, in whole pages and by all ranks; tokens that host memory has for it)."""
-    usable, total = attempt(_usable_here, tier, tree, req) or (0, None)
+def _usable_of(tree: Any, req: Any, on_device: int) -> tuple[int, int | None]:
+    """(tokens of the prefix of `req` that may be used, in whole pages and by all ranks; tokens that it has).
+
+    `on_device`: how many of them the device pool holds. They may be used.
+    """
+    usable, end = attempt(usable_of, tree, req.best_match_node, on_device) or (0, None)
     usable = agreed(tree, usable)
-    return usable - usable % tree.page_size, total
-
-
-def _usable_here(tier: HostTier, tree: Any, req: Any) -> tuple[int, int]:
-    slots = _slots_to_load(tree, req.best_match_node)
-    return tier.usable(slots), len(slots)
+    return max(usable - usable % tree.page_size, on_device), end
 
 
 def _shorten(tree: Any, req: Any, usable: int) -> None:
-    """Let `req` load the first `usable` tokens of those that host memory has for it."""
+    """Let `req` load no more than the first `usable` tokens of its prefix."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    req.best_match_node, req.host_hit_length = req.last_node, 0
-    if not usable:
+    req.best_match_node, req.host_hit_length, req.swa_host_hit_length = req.last_node, 0, 0
+    if usable <= req.prefix_len:
         return
-    end = req.prefix_len + usable + tree.tree_core.is_eagle  # EAGLE's keys are pairs of tokens
+    end = usable + tree.tree_core.is_eagle  # EAGLE's keys are pairs of tokens
     tokens = req.full_untruncated_fill_ids[:end]
     key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
     found = tree.match_prefix(MatchPrefixParams(key=key))
     req.best_match_node, req.host_hit_length = found.best_match_node, found.host_hit_length
+    req.swa_host_hit_length = found.swa_host_hit_length
 
 
 HOOKS = (
