@@ -12,9 +12,14 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.mode_config import MODES
-from sglang_kv_canary.testing.scripted_models import write_scripted_deepseek, write_scripted_nextn
+from sglang_kv_canary.testing.scripted_models import (
+    write_scripted_deepseek,
+    write_scripted_gemma4,
+    write_scripted_nextn,
+)
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel, EagleE2EBase
+from sglang_kv_canary_rigs.eagle_swa_serving import EagleSwaE2EBase, FrozenKvE2EBase
 from sglang_kv_canary_rigs.hicache_serving import (
     PROMPT,
     STORAGE,
@@ -26,6 +31,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 from sglang_kv_canary_rigs.on_releases import (
     by_default_on_newer_releases,
+    from_0_5_22,
     long_on_newer_releases,
     refused_on_newer_releases,
     with_hicache,
@@ -47,6 +53,9 @@ ENDS = any(name.endswith(".action") for name in release().hook_modules)
 MODES["mtp"] = replace(
     MODES["eagle"], name="mtp", write_model=write_scripted_deepseek, halves=("K",)
 )
+MODES["ngram_swa"] = replace(
+    MODES["ngram"], name="ngram_swa", write_model=write_scripted_gemma4, pools=("FULL", "SWA")
+)
 
 
 class SpeculationWithHiCache(EagleE2EBase, HiCacheE2E):
@@ -56,6 +65,7 @@ class SpeculationWithHiCache(EagleE2EBase, HiCacheE2E):
         "kv_canary_real_data": "all",
     }
     plugins: ClassVar = FILL_INS
+    damaged: ClassVar[Mapping[str, Any]] = {"kind": "FULL"}
 
     def test_prefixes_are_loaded_back(self) -> None:
         assert self.twice("again", 4) >= 2 * (PROMPT - 2)
@@ -71,9 +81,10 @@ class SpeculationWithHiCache(EagleE2EBase, HiCacheE2E):
         (prompt,) = prompts("flipped", 1)
         first = self.ask("flipped-a", prompt)["output_ids"]
         self.push_out("flipped")
-        done = self.inject("flip_host_bytes", cached=prompt).answer()
+        done = self.inject("flip_host_bytes", cached=prompt, **self.damaged).answer()
         answer = self.ask("flipped-b", prompt)
-        event = self.assert_violation("CONTENT", "HOST_K_FULL", slot=done["host_slot"])
+        tag = f"HOST_K_{self.damaged['kind']}"
+        event = self.assert_violation("CONTENT", tag, slot=done["host_slot"])
         assert len(self.violations()) == 1
         assert (hits(answer), answer["output_ids"]) == (event["stored_position"], first)
 
@@ -178,6 +189,30 @@ class TestDflash(DflashE2EBase, SpeculationWithHiCache):
 @target_alone
 class TestLayers(LayersE2EBase, SpeculationWithHiCache):
     flags: ClassVar = {**SpeculationWithHiCache.flags, "log_level": "warning"}
+
+
+@from_0_5_22
+class WindowsWithHiCache(SpeculationWithHiCache):
+    flags: ClassVar = {**SpeculationWithHiCache.flags, "swa_full_tokens_ratio": 0.8}
+    # Within the last window. The one before this token is there, too.
+    damaged: ClassVar = {"kind": "SWA", "position": 96}
+
+
+class TestSlidingWindows(EagleSwaE2EBase, WindowsWithHiCache):
+    speculation: ClassVar = V2
+
+
+@long_on_newer_releases
+class TestFrozenKv(FrozenKvE2EBase, WindowsWithHiCache):
+    """Its draft model keeps no KV."""
+
+
+@long_on_newer_releases
+class TestNgramAndSlidingWindows(TestNgram):
+    mode_name = "ngram_swa"
+    flags: ClassVar = WindowsWithHiCache.flags
+    damaged: ClassVar = WindowsWithHiCache.damaged
+    pytestmark = from_0_5_22
 
 
 if __name__ == "__main__":

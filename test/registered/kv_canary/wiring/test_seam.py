@@ -325,6 +325,7 @@ else:
     del ASKED["adaptive speculation"]
     del ASKED["LMCache"]
     del ASKED["attention window of the draft model"]
+    ASKED.pop("HiCache with frozen-KV MTP", None)
 # Asked for by the model, or by a variable of SGLang's.
 HAS_ACTION = "v0_5_22.action" in release().hook_modules
 NOT_BY_AN_ARGUMENT = {

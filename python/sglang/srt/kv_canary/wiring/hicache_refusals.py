@@ -30,13 +30,6 @@ HICACHE_REFUSALS: tuple[Refusal, ...] = (
         f"Set --hicache-mem-layout to {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}.",
     ),
     Refusal(
-        "HiCache with frozen-KV MTP",
-        lambda args: _on(args) and args.speculative_algorithm == "FROZEN_KV_MTP",
-        "its target, Gemma 4, has sliding windows, and what HiCache does with their pages is not followed. Up to "
-        "0.5.17 SGLang itself ends.",
-        "Remove --enable-hierarchical-cache.",
-    ),
-    Refusal(
         "HiCache with pipeline parallelism",
         lambda args: _on(args) and args.pp_size > 1,
         "a damaged page must shorten the prefix on every stage alike, and stages do not agree on that.",
