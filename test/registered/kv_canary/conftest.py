@@ -136,6 +136,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_hicache.py",
     "e2e/test_e2e_hicache_dsa.py",
     "e2e/test_e2e_hicache_storage.py",
+    "e2e/test_e2e_hicache_swa.py",
     "e2e/test_e2e_live_questions.py",
     "e2e/test_e2e_lmcache_server.py",
     "e2e/test_e2e_mha_faults.py",
