@@ -17,7 +17,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
     WithPages,
     prompts,
 )
-from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
+from sglang_kv_canary_rigs.on_releases import from_0_5_22, refused_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, SWEPT, Pair
 from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
 
@@ -165,6 +165,19 @@ class TestOnThePrefillServer(WithPages, OnThePrefillServer):
     def body(self, name: str, prompt: list[int]) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
         return {"rid": name, "input_ids": prompt, "sampling_params": sampling}
+
+
+class InWindows(PdServing):
+    prefill_flags: ClassVar = {**SMALL_POOL, "swa_full_tokens_ratio": 0.8}
+
+
+@BY_HAND
+class TestSlidingWindows(OnThePrefillServer):
+    """The windows that are sent have come back, too, from host slots of their own."""
+
+    pytestmark = from_0_5_22
+    mode_name = "swa"
+    transport: ClassVar = InWindows
 
 
 class InHostMemory(PdServing):

@@ -17,6 +17,7 @@ from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages
+from sglang_kv_canary_rigs.on_releases import from_0_5_22
 from sglang_kv_canary_rigs.pd_pairs import LONG, requests
 from sglang_kv_canary_rigs.pd_serving import (
     AfterThePrefill,
@@ -160,6 +161,19 @@ class TestMixedTrafficOverHiCacheThatWritesBack(TestMixedTraffic):
     def test_nothing_is_reported(self) -> None:
         super().test_nothing_is_reported()
         assert all(0 < tokens < LEAST_LOADED for tokens in _not_loaded(self.serving))
+
+
+class WindowsServing(PdServing):
+    prefill_flags: ClassVar = {**ON_HOST, "swa_full_tokens_ratio": 0.4}
+
+
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestMixedTrafficOverHiCacheWithWindows(TestMixedTraffic):
+    """SWA pages of the prefill server go to host memory on their own."""
+
+    pytestmark = from_0_5_22
+    mode_name = "swa"
+    transport: ClassVar = WindowsServing
 
 
 class OptimisticServing(PdServing):

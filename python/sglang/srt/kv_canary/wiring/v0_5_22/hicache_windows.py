@@ -22,7 +22,7 @@ def refuse_beside_windows(args: Any) -> None:
             "stores and fetches the pages of a window apart from the others, which the records of a page do not follow",
             "--hicache-storage-backend",
         )
-    if args.disaggregation_mode != "null":
+    if args.disaggregation_mode == "decode":
         raise _refusal(
             "is not followed on servers of a prefill-decode pair", "--disaggregation-mode"
         )
