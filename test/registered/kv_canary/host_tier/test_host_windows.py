@@ -11,7 +11,10 @@ from sglang_kv_canary.config import CanaryConfig, CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.host_tier.host_sweep import HostSweep
 from sglang_kv_canary.pool_kind import PoolKind
+from sglang_kv_canary.wiring import hicache_storage
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.host_pools import host_pools_of
+from sglang_kv_canary.wiring.v0_5_22.hicache_windows import is_windowed, refuse_beside_windows
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -78,6 +81,39 @@ def test_others_are_refused(
     group = _group(**{name: kind() for name, kind in pools.items()})
     with pytest.raises(CanaryStartupError, match=r"sliding windows, it knows from SGLang 0\.5\.22"):
         host_pools_of(_manager(*kinds), group, with_windows)
+
+
+def _args(**more: Any) -> Any:
+    return SimpleNamespace(
+        **{"hicache_storage_backend": None, "disaggregation_mode": "null", **more}
+    )
+
+
+def test_what_goes_beside_windows() -> None:
+    pool = MHATokenToKVPoolHost()
+    assert is_windowed(_group(kv=pool, swa=pool))
+    assert not is_windowed(_group(kv=pool, indexer=pool))
+    for args in ({}, {"disaggregation_mode": "prefill"}):
+        refuse_beside_windows(_args(**args))
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+    ],
+)
+def test_what_does_not_is_refused_by_name(asked: dict[str, str], flag: str) -> None:
+    with pytest.raises(CanaryStartupError, match=f"sliding windows .* Remove {flag} or"):
+        refuse_beside_windows(_args(**asked))
+
+
+def test_storage_is_not_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "host_tier", object())
+    monkeypatch.setattr(context, "host_windows", object())
+    done, message = hicache_storage._around_attach(pytest.fail, object(), "file")
+    assert (done, message) == (False, "kv-canary does not cover storage with sliding windows")
 
 
 def test_a_pass_goes_through_both_pools_within_the_budget_of_each_part() -> None:
