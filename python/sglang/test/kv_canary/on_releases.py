@@ -14,14 +14,14 @@ from .volume import FULL_VOLUME
 
 __all__ = [
     "LONG",
-    "REFUSES_HICACHE",
+    "REFUSES_STORAGE",
     "by_default_on_newer_releases",
     "fewer_on_newer_releases",
     "from_0_5_22",
     "is_from_0_5_22",
     "long_on_newer_releases",
     "refused_on_newer_releases",
-    "with_hicache",
+    "with_hicache_storage",
 ]
 
 LONG = "KV_CANARY_TEST_LONG_ON_NEWER_RELEASES"
@@ -54,9 +54,12 @@ def is_from_0_5_22(tested: Release) -> bool:
     return tested.has_own_canary and "adaptive speculation" not in refused
 
 
-REFUSES_HICACHE = any(refusal.name == "HiCache" for refusal in release().refusals())
-with_hicache = pytest.mark.skipif(
-    REFUSES_HICACHE, reason="this release refuses HiCache; lifted by make test SGLANG=0.5.23"
+REFUSES_STORAGE = any(
+    refusal.name == "HiCache with a storage backend" for refusal in release().refusals()
+)
+with_hicache_storage = pytest.mark.skipif(
+    REFUSES_STORAGE,
+    reason="this release refuses HiCache with storage; lifted by make test SGLANG=0.5.23",
 )
 from_0_5_22 = pytest.mark.skipif(
     not is_from_0_5_22(release()),

@@ -20,14 +20,12 @@ from sglang_kv_canary_rigs.hicache_serving import (
     hits,
     prompts,
 )
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.volume import volume
 from sglang_kv_canary_rigs.waiting_content import content_waits
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
-
-pytestmark = with_hicache
 
 ENDS = any(name.endswith(".action") for name in release().hook_modules)
 LOG_ALL = {"kv_canary": "log", "kv_canary_real_data": "all", **SMALL_POOL}

@@ -19,16 +19,15 @@ from sglang_kv_canary_rigs.eagle_dsa_serving import EagleDsaE2EBase
 from sglang_kv_canary_rigs.hicache_serving import STORAGE, HiCacheE2E, WithPages, hits, prompts
 from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
 from sglang_kv_canary_rigs.on_releases import (
+    REFUSES_STORAGE,
     by_default_on_newer_releases,
     long_on_newer_releases,
-    with_hicache,
 )
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
 pytestmark = [
-    with_hicache,
     pytest.mark.skipif(torch.cuda.is_available(), reason="its layout is one that CPUs copy"),
 ]
 
@@ -37,7 +36,7 @@ PROMPT = 200
 PAGES = PROMPT // PAGE * PAGE  # tokens in whole pages
 # A layer's keys and scales are two sources.
 # On 0.5.17 and 0.5.18 these models have the unified tree, whose way to storage is another one.
-FETCHES = "v0_5_22.hicache" in release().hook_modules or not release().has_own_canary
+FETCHES = "v0_5_22.hicache_storage" in release().hook_modules or not release().has_own_canary
 DAMAGE = [("FULL", 1), ("INDEXER", 0), ("INDEXER", 3)]
 
 
@@ -168,7 +167,7 @@ class TestWriteBack(DsaHiCache):
 
 
 @pytest.mark.skipif(
-    not FETCHES, reason="refused by name on 0.5.17 and 0.5.18; lifted by make test SGLANG=0.5.23"
+    not FETCHES, reason="refused by name up to 0.5.20; lifted by make test SGLANG=0.5.23"
 )
 class TestStorage(WithPages, DsaHiCache):
     """A page is two files, with one file of records."""
@@ -237,6 +236,8 @@ class TestStorage(WithPages, DsaHiCache):
 def test_storage_is_refused() -> None:
     flags = {**TestDsa.flags, **STORAGE}
     message = "UnifiedRadixCache fetches pages from storage in ways"
+    if REFUSES_STORAGE:
+        message = "HiCache with a storage backend"
     server = CanaryServer(MODES["nsa"], flags, plugins=DsaHiCache.plugins)
     with pytest.raises(RuntimeError, match=message), server:
         pass

@@ -27,13 +27,13 @@ from sglang_kv_canary_rigs.hicache_serving import (
     hits,
     prompts,
 )
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, with_hicache_storage
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
 
-pytestmark = with_hicache
+pytestmark = with_hicache_storage
 
 
 PAGE_BYTES = 512 if ON_CPU else 256  # of one token; a GPU's has half as many per value

@@ -34,15 +34,13 @@ from sglang_kv_canary_rigs.on_releases import (
     from_0_5_22,
     long_on_newer_releases,
     refused_on_newer_releases,
-    with_hicache,
+    with_hicache_storage,
 )
 from sglang_kv_canary_rigs.unchecked_drafts import DflashE2EBase, LayersE2EBase
 from sglang_kv_canary_rigs.volume import FULL_VOLUME
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=150, suite="stage-b-test-1-gpu-small")
-
-pytestmark = with_hicache
 
 REFUSED = {case.name for case in release().refusals()}
 target_alone = pytest.mark.skipif(
@@ -121,6 +119,7 @@ class TestStandalone(DraftsWithAWholeModel, SpeculationWithHiCache):
     speculation: ClassVar = {**V2, "speculative_algorithm": "STANDALONE"}
 
 
+@with_hicache_storage
 @long_on_newer_releases
 class TestStorage(WithPages, SpeculationWithHiCache):
     flags: ClassVar = {**SpeculationWithHiCache.flags, **STORAGE, "kv_canary_sweep_interval": 0}

@@ -1,5 +1,7 @@
 """The pages of NSA's and DSA's indexer in host memory: the same bytes as on the device, under SGLang's real pools."""
 
+import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,11 +28,8 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.hicache import protect
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import pool_fixtures
-from sglang_kv_canary_rigs.on_releases import with_hicache
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
-
-pytestmark = with_hicache
 
 PAGE, LAYERS = 64, 2
 WORDS = (torch.arange(PAGE)[:, None] + 1000 << 32).expand(
@@ -53,8 +52,6 @@ class MLATokenToKVPoolHost:
 
 def _host_pool(pool: Any, layout: str = "layer_first") -> Any:
     """SGLang's, with four pages."""
-    from sglang.srt.mem_cache import memory_pool_host
-
     hicache_on_cpu()
     anchor = MLATokenToKVPoolHost(layout)
     if hasattr(pool, "host_pool_decls"):
@@ -62,9 +59,18 @@ def _host_pool(pool: Any, layout: str = "layer_first") -> Any:
 
         decl = dsa.make_dsa_indexer_pool_decl(pool)
         return dsa.DSAIndexerPoolHost(decl, anchor, pin_memory=False)
-    names = ("DSAIndexerPoolHost", "NSAIndexerPoolHost")
-    (kind,) = [getattr(memory_pool_host, n) for n in names if hasattr(memory_pool_host, n)]
-    return kind(pool, anchor, layout, pin_memory=False)
+    return _indexer_host_pool()(pool, anchor, layout, pin_memory=False)
+
+
+def _indexer_host_pool() -> type:
+    """Releases have it under two names, in two modules."""
+    for module in ("pool_host.dsa", "memory_pool_host"):
+        with contextlib.suppress(ImportError):
+            found = importlib.import_module(f"sglang.srt.mem_cache.{module}")
+            for name in ("DSAIndexerPoolHost", "NSAIndexerPoolHost"):
+                if hasattr(found, name):
+                    return getattr(found, name)
+    raise LookupError("this release has no host pool of an indexer's keys")
 
 
 @pytest.fixture(autouse=True)

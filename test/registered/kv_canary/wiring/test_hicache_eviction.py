@@ -16,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.host_tier.record_files import KEY_PREFIX
 from sglang_kv_canary.wiring.hicache_storage import files_of
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.on_releases import with_hicache
+from sglang_kv_canary_rigs.on_releases import with_hicache_storage
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -25,7 +25,7 @@ pytestmark = [
         not release().has_own_canary,
         reason="SGLang evicts pages from 0.5.17 on; lifted by make test SGLANG=0.5.23",
     ),
-    with_hicache,
+    with_hicache_storage,
 ]
 
 PAGE = 4096

@@ -30,7 +30,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.warm_up import decodes
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
-from sglang_kv_canary_rigs.on_releases import REFUSES_HICACHE, is_from_0_5_22
+from sglang_kv_canary_rigs.on_releases import REFUSES_STORAGE, is_from_0_5_22
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_mha_pool,
     make_mla_pool,
@@ -260,7 +260,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
     **_TRANSFERS,
-    "HiCache": _HICACHE,
+    "HiCache with a storage backend": {**_HICACHE, "hicache_storage_backend": "file"},
     "HiCache with this storage backend": {**_HICACHE, "hicache_storage_backend": "mooncake"},
     "HiCache with this layout of host memory": {**_HICACHE, "hicache_mem_layout": "page_head"},
     "HiCache with frozen-KV MTP": {**_HICACHE, "speculative_algorithm": "FROZEN_KV_MTP"},
@@ -301,11 +301,9 @@ ASKED = {
     for name, asked in _ASKED.items()
     if asked.keys() <= inspect.signature(ServerArgs).parameters.keys()
 }
-if not REFUSES_HICACHE:
-    del ASKED["HiCache"]
-else:
-    for name in [name for name in ASKED if name.startswith("HiCache with ")]:
-        del ASKED[name]
+del ASKED[
+    "HiCache with this storage backend" if REFUSES_STORAGE else "HiCache with a storage backend"
+]
 if SGLANG not in ("0.5.19", "0.5.20", "0.5.21"):
     del ASKED["speculative decoding with mixed chunks"]
 if SGLANG in ("0.5.17", "0.5.18"):
@@ -360,11 +358,8 @@ NOT_BY_AN_ARGUMENT = {
         else []
     ),
     *(["megakernels"] if SGLANG == "0.5.22" else []),  # which has no such flag
-    *(
-        ["HiCache with the unified or C++ radix tree"]
-        if not REFUSES_HICACHE and hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
-        else []
-    ),
+    *(["HiCache with the unified or C++ radix tree"] if SGLANG in ("0.5.17", "0.5.18") else []),
+    *(["HiCache with the C++ radix tree"] if SGLANG in ("0.5.19", "0.5.20") else []),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..host_tier.host_content import LAYOUTS
 from .refusals import Refusal
 
-__all__ = ["COVERED_STORAGE", "HICACHE_REFUSALS"]
+__all__ = ["AS_A_BUFFER", "COVERED_STORAGE", "HICACHE_REFUSALS", "IN_HOST_MEMORY", "NO_WINDOWS"]
 
 COVERED_STORAGE = (None, "file")
 
@@ -16,13 +16,27 @@ def _on(args: Any) -> bool:
     return bool(args.enable_hierarchical_cache)
 
 
-HICACHE_REFUSALS: tuple[Refusal, ...] = (
+AS_A_BUFFER = Refusal(  # from 0.5.19 on
+    "HiCache with host memory as a buffer",
+    lambda args: _on(args) and args.hicache_host_memory_mode != "cache",
+    "its pages come from storage past the code that checks them.",
+    "Set --hicache-host-memory-mode to cache.",
+)
+NO_WINDOWS = Refusal(  # from 0.5.19 to 0.5.21
+    "HiCache with frozen-KV MTP",
+    lambda args: _on(args) and args.speculative_algorithm == "FROZEN_KV_MTP",
+    "its target, Gemma 4, has sliding windows, whose pages are followed from SGLang 0.5.22 on.",
+    "Remove --enable-hierarchical-cache.",
+)
+_STORAGE: tuple[Refusal, ...] = (
     Refusal(
         "HiCache with this storage backend",
         lambda args: _on(args) and args.hicache_storage_backend not in COVERED_STORAGE,
         "KV that it loads arrives without records: most backends copy pages past the code that could take them along.",
         "Set --hicache-storage-backend to file, or remove it.",
     ),
+)
+IN_HOST_MEMORY: tuple[Refusal, ...] = (
     Refusal(
         "HiCache with this layout of host memory",
         lambda args: _on(args) and args.hicache_mem_layout not in LAYOUTS,
@@ -36,3 +50,4 @@ HICACHE_REFUSALS: tuple[Refusal, ...] = (
         "Remove --pp-size or --enable-hierarchical-cache.",
     ),
 )
+HICACHE_REFUSALS = _STORAGE + IN_HOST_MEMORY

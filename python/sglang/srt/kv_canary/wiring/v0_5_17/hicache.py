@@ -28,25 +28,37 @@ from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from ..until_0_5_17.hicache import refuse_tree, tree_hooks
 
-__all__ = ["HOOKS", "unified_hooks"]
+__all__ = [
+    "HOOKS",
+    "TREE",
+    "hooks_without_storage",
+    "match_usable",
+    "slots_to_load",
+    "start_tree",
+    "unified_hooks",
+]
 
 KeyOf = Callable[[Any, Any], Any]
+TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 
-def _after_init(_: Any, tree: Any, server_args: Any, *more: Any, **kwargs: Any) -> None:
+def start_tree(_: Any, tree: Any, server_args: Any, *more: Any, **kwargs: Any) -> None:
     """AFTER UnifiedRadixCache.init_hicache: the host pools exist and are empty."""
     if not context.active:
         return
-    args = release().settled(server_args)
-    if not args.enable_hierarchical_cache:  # host memory for retracted requests
-        refuse_tree(tree)
-    if args.hicache_storage_backend is not None:
+    if not release().settled(server_args).enable_hierarchical_cache:
+        refuse_tree(tree)  # host memory for retracted requests
+    start_tier(tree.host_pool_group, _host_slots_of)
+
+
+def _start_without_storage(_: Any, tree: Any, server_args: Any, *more: Any, **kwargs: Any) -> None:
+    if context.active and release().settled(server_args).hicache_storage_backend is not None:
         raise startup_error(
             f"HiCache with {type(tree).__name__} fetches pages from storage in ways that the canary does not follow. "
             "Remove --hicache-storage-backend.",
             LOADED,
         )
-    start_tier(tree.host_pool_group, _host_slots_of)
+    start_tree(_, tree, server_args)
 
 
 def _refuse_attach(original: Callable[..., Any], tree: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +74,10 @@ def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
 
     found = tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", token_ids))))
     on_device = [None] * len(found.device_indices)
-    return on_device + _slots_to_load(tree, found.best_match_node).tolist()
+    return on_device + slots_to_load(tree, found.best_match_node).tolist()
 
 
-def _slots_to_load(tree: Any, node: Any) -> torch.Tensor:
+def slots_to_load(tree: Any, node: Any) -> torch.Tensor:
     """int64[n] on the CPU: host slots of the path to `node`. What the device pool holds is left out."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase
@@ -76,6 +88,17 @@ def _slots_to_load(tree: Any, node: Any) -> torch.Tensor:
     return full.host_indices
 
 
+def match_usable(tree: Any, key_of: KeyOf, req: Any, usable: int) -> tuple[Any, int]:
+    """(the node with the first `usable` tokens that host memory has for `req`, how many these are)."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    # EAGLE's keys are pairs of tokens
+    end = len(req.prefix_indices) + usable + tree.tree_core.is_eagle
+    key = key_of(req, req.full_untruncated_fill_ids[:end])
+    found = tree.match_prefix(MatchPrefixParams(key=key))
+    return found.best_match_node, found.host_hit_length
+
+
 def unified_hooks(key_of: KeyOf) -> tuple[HookSpec, ...]:
     """`key_of(request, its first tokens)`: the key under which the tree has them."""
 
@@ -84,32 +107,28 @@ def unified_hooks(key_of: KeyOf) -> tuple[HookSpec, ...]:
         tier = context.host_tier
         if tier is None or not params.host_hit_length:
             return original(tree, params)
-        slots = attempt(_slots_to_load, tree, params.best_match_node)
+        slots = attempt(slots_to_load, tree, params.best_match_node)
         total = None if slots is None else len(slots)
         usable = agreed(tree, None if slots is None else attempt(tier.usable, slots))
         if usable == total:
             return original(tree, params)
         usable -= usable % tree.page_size
-        found = attempt(_match, tree, params.req, usable) if usable else None
+        found = attempt(match_usable, tree, key_of, params.req, usable) if usable else None
         node, count = found or (params.req.last_node, 0)
         params.req.host_hit_length = count
         return original(tree, replace(params, best_match_node=node, host_hit_length=count))
 
-    def _match(tree: Any, req: Any, usable: int) -> tuple[Any, int]:
-        """(the node with the first `usable` tokens that host memory has for `req`, how many these are)."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        end = (
-            len(req.prefix_indices) + usable + tree.tree_core.is_eagle
-        )  # EAGLE's keys are pairs of tokens
-        key = key_of(req, req.full_untruncated_fill_ids[:end])
-        found = tree.match_prefix(MatchPrefixParams(key=key))
-        return found.best_match_node, found.host_hit_length
-
     return (
-        HookSpec(f"{_TREE}.init_hicache", _after_init, HookType.AFTER, LOADED),
-        HookSpec(f"{_TREE}.init_load_back", around_init_load_back, HookType.AROUND, LOADED),
-        HookSpec(f"{_TREE}.attach_storage_backend", _refuse_attach, HookType.AROUND, LOADED),
+        *hooks_without_storage(),
+        HookSpec(f"{TREE}.init_load_back", around_init_load_back, HookType.AROUND, LOADED),
+    )
+
+
+def hooks_without_storage() -> tuple[HookSpec, ...]:
+    """The unified tree starts, and neither then nor later with storage."""
+    return (
+        HookSpec(f"{TREE}.init_hicache", _start_without_storage, HookType.AFTER, LOADED),
+        HookSpec(f"{TREE}.attach_storage_backend", _refuse_attach, HookType.AROUND, LOADED),
     )
 
 
@@ -119,7 +138,6 @@ def _key_of(request: Any, tokens: Any) -> Any:
     return RadixKey(tokens, extra_key=request.extra_key)
 
 
-_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 HOOKS = (
     *tree_hooks(
         CopyStreams(

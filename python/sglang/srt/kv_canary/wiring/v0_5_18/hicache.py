@@ -8,8 +8,10 @@ from ..hicache import CopyStreams
 from ..until_0_5_17.hicache import tree_hooks
 from ..v0_5_17.hicache import unified_hooks
 
+__all__ = ["HOOKS", "key_of"]
 
-def _key_of(request: Any, tokens: Any) -> Any:
+
+def key_of(request: Any, tokens: Any) -> Any:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     return RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
@@ -23,5 +25,5 @@ HOOKS = (
         ),
         (),
     ),
-    *unified_hooks(_key_of),
+    *unified_hooks(key_of),
 )

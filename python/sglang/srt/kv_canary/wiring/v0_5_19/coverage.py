@@ -13,7 +13,12 @@ _SWEEP = "sweep of cached prefixes"
 SERVED: tuple[PathSupport, ...] = (
     *served(without={HICACHE}),
     *(path for path in MORE if path.name != _SWEEP),
-    PathSupport(HICACHE, Coverage.REFUSED, "followed up to 0.5.18, and from 0.5.22 on"),
+    PathSupport(
+        HICACHE,
+        Coverage.PARTLY,
+        "host memory alone, MHA, MLA and DSA pools; a page without records, or damaged, is not used; what is loaded "
+        "into a draft pool is not checked",
+    ),
     PathSupport(
         _SWEEP,
         Coverage.PARTLY,

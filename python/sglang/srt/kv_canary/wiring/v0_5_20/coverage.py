@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ..from_0_5_17.coverage import HICACHE
 from ..path_support import PathSupport
 from ..v0_5_19.coverage import SERVED as OF_0_5_19
 from ..v0_5_21.coverage import SERVED as OF_0_5_21
 
 _AS_ON_0_5_19 = {
+    HICACHE,
     "sweep of cached prefixes",
     "torch.compile of the model",
     "two-batch overlap, single-batch overlap",

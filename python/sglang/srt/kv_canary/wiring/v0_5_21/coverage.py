@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..from_0_5_17.coverage import HICACHE, NO_GPU, SESSION_RADIX_CACHE, served
+from ..from_0_5_17.coverage import (
+    NO_GPU,
+    SESSION_RADIX_CACHE,
+    served,
+)
 from ..from_0_5_21.coverage import BEAM_SEARCH
 from ..path_support import PathSupport
 
 _READ = ("torch.compile of the model", "two-batch overlap, single-batch overlap")
 
 SERVED: tuple[PathSupport, ...] = (
-    *served(without={HICACHE, *_READ}),
+    *served(without=_READ),
     *(PathSupport(name, Coverage.PARTLY, "read, never run on this release") for name in _READ),
     PathSupport(
         "speculative: in step with other ranks",

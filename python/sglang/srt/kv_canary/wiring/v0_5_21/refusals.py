@@ -9,6 +9,7 @@ from sglang.srt.environ import envs
 from ..from_0_5_17.refusals import SHARED
 from ..from_0_5_17.until_0_5_21 import MIXED_CHUNKS, UNTIL_0_5_21
 from ..from_0_5_21.refusals import FROM_0_5_21
+from ..hicache_refusals import AS_A_BUFFER, HICACHE_REFUSALS, NO_WINDOWS
 from ..refusals import Refusal
 
 __all__ = ["REFUSALS"]
@@ -26,12 +27,9 @@ REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
     *UNTIL_0_5_21,
     *FROM_0_5_21,
-    Refusal(
-        "HiCache",
-        lambda args: bool(args.enable_hierarchical_cache),
-        "copies between device and host, which are followed up to 0.5.18 and from 0.5.22 on only.",
-        "Remove --enable-hierarchical-cache, or use 0.5.22 or 0.5.23.",
-    ),
+    *HICACHE_REFUSALS,
+    AS_A_BUFFER,
+    NO_WINDOWS,
     Refusal(
         "drafts that are relayed over pipeline stages",
         _relays_drafts,

@@ -13,9 +13,10 @@ from typing import Any
 from ..context import context
 from ..disaggregation import DECODE
 from ..guard import attempt
-from ..hicache import HYBRID_CONTROLLER, LOADED, CopyStreams, agreed, copy_hooks, start_tier
+from ..hicache import LOADED, agreed, start_tier
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
+from ..v0_5_19.hicache import COPIES
 from .hicache_windows import is_windowed, refuse_beside_windows
 from .host_loads import host_slots_of, usable_of, window_slots_of
 
@@ -132,12 +133,5 @@ HOOKS = (
         HookType.AROUND,
         LOADED,
     ),
-    *copy_hooks(
-        CopyStreams(
-            to_host=lambda controller: controller.l2_transfer_engine.device_to_host_stream,
-            to_device=lambda controller: controller.l2_transfer_engine.host_to_device_stream,
-        ),
-        loads=(f"{HYBRID_CONTROLLER}.load",),
-        pool="sglang.srt.mem_cache.pool_host.base.HostKVCache",
-    ),
+    *COPIES,
 )

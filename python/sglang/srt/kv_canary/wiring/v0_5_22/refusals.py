@@ -6,7 +6,7 @@ from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
 from ..from_0_5_21.refusals import FROM_0_5_21
-from ..hicache_refusals import HICACHE_REFUSALS
+from ..hicache_refusals import AS_A_BUFFER, HICACHE_REFUSALS
 from ..refusals import Refusal
 from ..transfer_refusals import TRANSFERS
 from .lmcache_refusals import LMCACHE_REFUSALS
@@ -24,12 +24,7 @@ REFUSALS: tuple[Refusal, ...] = (
     *MORE_TRANSFERS,
     *HICACHE_REFUSALS,
     *UNIFIED_REFUSALS,
-    Refusal(
-        "HiCache with host memory as a buffer",
-        lambda args: args.enable_hierarchical_cache and args.hicache_host_memory_mode != "cache",
-        "its pages come from storage past the code that checks them.",
-        "Set --hicache-host-memory-mode to cache.",
-    ),
+    AS_A_BUFFER,
     Refusal(
         "adaptive speculation without draft-extend",
         lambda args: (
