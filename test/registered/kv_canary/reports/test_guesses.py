@@ -15,7 +15,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.config import CanaryMode, StaleWeights
+from sglang_kv_canary.config import CanaryMode, ContentMode, StaleWeights
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
@@ -48,7 +48,7 @@ from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS
 from sglang_kv_canary.wiring.call_site import site_of
 from sglang_kv_canary_rigs.checkout import DOCS
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
@@ -1789,6 +1789,35 @@ def test_a_record_follows_from_the_record_before_it_at_the_same_endpoint(
     before, after = (c for c in causes_of(rig) if c.first.expected_position in (5, 6))
     assert before.first.slot == rig.slot(1, 5)
     assert (origin_of(rig, after.number) is not None) is follows
+
+
+@pytest.mark.parametrize("where", [[1], [1, 3], [0, 1, 2, 3]], ids=["one", "two", "all"])
+@pytest.mark.parametrize("replaces", [False, True], ids=["damaged", "another one"])
+def test_bytes_are_not_what_has_changed_where_their_record_has_another_position(
+    where: list[int], replaces: bool
+) -> None:
+    """`partial` then samples other bytes. It is not known of several records that they are what has changed."""
+    content = ContentMode.ALL if replaces else ContentMode.PARTIAL
+    rig = mha(content=content, real=make_mha_pool(size=512, head_num=8, head_dim=64))
+    slot, other = rig.slot(1, 5), rig.slot(2, 7)
+    for found in (all_records(rig)[index] for index in where):
+        if replaces:
+            found[slot] = found[other]
+        else:
+            found[slot, IDENTITY] ^= 1 << 33
+    rig.decode([1])
+    of_bytes = evidence_of(rig, "CONTENT")
+    guess, said = classify(of_bytes), sentence(of_bytes)
+    if len(where) > 1:
+        assert of_bytes.origin is None
+        assert "bytes have changed" in said
+        return
+    assert guess.bug is BugClass.RECORDS_DAMAGED
+    assert guess.reason.startswith("it follows from cause #1: only one of the slot's records")
+    assert said == (
+        'request "req-1" at position 5 reads slot 6, whose K record does not fit: its fingerprint tells nothing of the '
+        "bytes"
+    )
 
 
 def test_a_cause_that_is_over_explains_nothing() -> None:

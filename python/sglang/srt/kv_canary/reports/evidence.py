@@ -369,6 +369,14 @@ class Evidence:
         return self.is_continuous or continues(self.first)
 
     @property
+    def wrong_record(self) -> Evidence | None:
+        """Of bytes that seem to have changed: what is known of their record, if that is what has changed."""
+        origin = self.origin
+        if origin is None or not self.only(Reason.CONTENT) or not origin.has(Reason.POSITION):
+            return None
+        return origin if origin.first.slot == self.first.slot else None
+
+    @property
     def one_bit_of_content(self) -> bool:
         """Whether the fingerprints differ in one bit. Other bytes would change many bits."""
         v = self.first

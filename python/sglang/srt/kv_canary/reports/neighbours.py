@@ -72,6 +72,7 @@ class Neighbours:
     _at_slot: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)  # the newest cause
     _of_entry: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)
     _holding: dict[tuple[PoolKind, int, str | None, int], Cause] = field(default_factory=dict)
+    _misplaced: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)  # with POSITION
     # Causes with these reasons alone, by reasons, pool kind and forward
     _alike: dict[tuple[tuple[str, ...], PoolKind, int], int] = field(default_factory=dict)
     _runs: dict[tuple[object, ...], _Run] = field(default_factory=dict)  # newest, by what is alike
@@ -87,6 +88,7 @@ class Neighbours:
             _put(self._of_entry, (kind, v.full_slot), cause)
         if Reason.POSITION.name in v.reasons and v.stored_position is not None:
             _put(self._holding, _position_key(v, v.stored_position), cause)
+            _put(self._misplaced, (kind, v.slot or 0), cause)
         if v.reasons in _COUNTED:
             key = v.reasons, kind, v.reader.forward
             _put(self._alike, key, self._alike.get(key, 0) + 1)
@@ -118,6 +120,8 @@ class Neighbours:
             origin = Evidence(same_slot)
         elif arrived := _as_arrived(same_slot, cause.first):
             origin = arrived
+        elif depth and (wrong := self._of_wrong_record(cause, is_complete)):
+            origin = wrong
         elif depth and (other := self._in_full(cause) or self._before(cause) or _begin_of(cause)):
             origin = self.evidence_of(other, is_complete, depth - 1)
         return Evidence(
@@ -139,6 +143,23 @@ class Neighbours:
             full_moments=cause.full_moments or (),
             is_full_checked=cause.kind is PoolKind.SWA and PoolKind.FULL in self.halves,
         )
+
+    def _of_wrong_record(self, cause: Cause, is_complete: bool) -> Evidence | None:
+        """Of changed bytes: the cause of their record, if that one alone has another position.
+
+        Mode `partial` samples by position. Or the whole record is another one, with its fingerprint.
+        """
+        v = cause.first
+        other = self._misplaced.get((cause.kind, v.slot or 0))
+        if other is None or v.reasons != _CHANGED or v.tier is not None:
+            return None
+        theirs = other.first
+        if (theirs.writer, theirs.stored_position) != (v.writer, v.stored_position):
+            return None
+        if cause.tags.keys() != other.tags.keys():
+            return None
+        found = self.evidence_of(other, is_complete, depth=0)
+        return found if found.in_one_record else None
 
     def _found_beside(self, cause: Cause, reasons: tuple[str, ...]) -> int:
         """Other causes with `reasons` alone that the same forward found."""

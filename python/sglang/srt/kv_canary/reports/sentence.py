@@ -200,6 +200,8 @@ def _freed(e: Evidence) -> str:
 
 def _content(e: Evidence) -> str:
     v, halves = e.first, " and ".join(e.halves_seen)
+    if (wrong := e.wrong_record) is not None:
+        return f"{_reads(wrong)}, whose {halves} record does not fit: its fingerprint tells nothing of the bytes"
     if e.one_bit_of_content:
         return (
             f"{_reads(e)}, whose {halves} fingerprint does not fit its bytes; {_wrote(e, 'them')}"
