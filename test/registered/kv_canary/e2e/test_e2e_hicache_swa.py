@@ -157,7 +157,7 @@ class TestTraffic(SwaTraffic):
 
 @long_on_newer_releases
 class TestWriteBack(SwaTraffic):
-    """Pages are written to host memory when they are evicted. Content mode partial samples by slot."""
+    """Pages are written to host memory when they are evicted. `partial` samples by position."""
 
     flags: ClassVar = {
         **SwaTraffic.flags,
