@@ -135,6 +135,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_farewell.py",
     "e2e/test_e2e_hicache.py",
     "e2e/test_e2e_hicache_dsa.py",
+    "e2e/test_e2e_hicache_hybrid.py",
     "e2e/test_e2e_hicache_storage.py",
     "e2e/test_e2e_hicache_swa.py",
     "e2e/test_e2e_live_questions.py",

@@ -160,6 +160,7 @@ EVERY_SECOND_RUN = (
     "e2e/test_e2e_containment.py::TestEagleV2",
     "e2e/test_e2e_hicache_swa.py::TestSwa",
     "e2e/test_e2e_hicache_swa.py::TestTraffic",
+    "e2e/test_e2e_hicache_hybrid.py::TestRaise",
     "e2e/test_speculative_hicache_e2e.py::TestSlidingWindows",
     # On the first release only.
     "analysis/test_report.py",

@@ -248,7 +248,7 @@ class TestSweep(SwaHiCache):
 def test_storage_is_refused() -> None:
     flags = {**TestSwa.flags, **STORAGE}
     server = CanaryServer(MODES["swa"], flags, plugins=SwaHiCache.plugins)
-    message = "HiCache with sliding windows stores and fetches the pages of a window apart"
+    message = "HiCache with sliding windows is stored and fetched in parts"
     with pytest.raises(RuntimeError, match=message), server:
         pass
 

@@ -14,7 +14,7 @@ from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.wiring import hicache_storage
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.host_pools import host_pools_of
-from sglang_kv_canary.wiring.v0_5_22.hicache_windows import is_windowed, refuse_beside_windows
+from sglang_kv_canary.wiring.v0_5_22.hicache_beside import refuse_beside_other_pools
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -57,12 +57,19 @@ def test_the_pool_of_windows_has_host_slots_of_its_own() -> None:
     assert host_pools_of(_manager("FULL"), _group(kv=full), True) == ([full], None)
 
 
+def test_the_pool_of_states_has_no_records() -> None:
+    full = MHATokenToKVPoolHost()
+    group = _group(kv=full, mamba=LogicalHostPool())
+    assert host_pools_of(_manager("FULL"), group, True) == ([full], None)
+
+
 @pytest.mark.parametrize(
     ("kinds", "pools", "with_windows"),
     [
         (("FULL", "SWA"), {"kv": MHATokenToKVPoolHost, "swa": MHATokenToKVPoolHost}, False),
         (("FULL", "SWA"), {"kv": MHATokenToKVPoolHost}, True),
         (("FULL",), {"kv": MHATokenToKVPoolHost, "swa": MHATokenToKVPoolHost}, True),
+        (("FULL",), {"kv": MHATokenToKVPoolHost, "mamba": LogicalHostPool}, False),
         (("SWA", "C4"), {"kv": LogicalHostPool, "swa": LogicalHostPool}, True),
         (
             ("FULL", "SWA"),
@@ -79,7 +86,7 @@ def test_others_are_refused(
     kinds: tuple[str, ...], pools: dict[str, type], with_windows: bool
 ) -> None:
     group = _group(**{name: kind() for name, kind in pools.items()})
-    with pytest.raises(CanaryStartupError, match=r"sliding windows, it knows from SGLang 0\.5\.22"):
+    with pytest.raises(CanaryStartupError, match=r"it knows from SGLang 0\.5\.22"):
         host_pools_of(_manager(*kinds), group, with_windows)
 
 
@@ -91,22 +98,26 @@ def _args(**more: Any) -> Any:
 
 def test_what_goes_beside_windows() -> None:
     pool = MHATokenToKVPoolHost()
-    assert is_windowed(_group(kv=pool, swa=pool))
-    assert not is_windowed(_group(kv=pool, indexer=pool))
     for args in ({}, {"disaggregation_mode": "prefill"}):
-        refuse_beside_windows(_args(**args))
+        refuse_beside_other_pools(_group(kv=pool, swa=pool), _args(**args))
+    refuse_beside_other_pools(_group(kv=pool, mamba=pool), _args())
+    everything = _args(hicache_storage_backend="file", disaggregation_mode="decode")
+    refuse_beside_other_pools(_group(kv=pool, indexer=pool), everything)
 
 
 @pytest.mark.parametrize(
-    ("asked", "flag"),
+    ("pool", "asked", "says"),
     [
-        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ("swa", {"hicache_storage_backend": "file"}, "windows .* --hicache-storage-backend or"),
+        ("swa", {"disaggregation_mode": "decode"}, "windows .* --disaggregation-mode or"),
+        ("mamba", {"hicache_storage_backend": "file"}, "linear .* --hicache-storage-backend or"),
+        ("mamba", {"disaggregation_mode": "prefill"}, "linear .* --disaggregation-mode or"),
     ],
 )
-def test_what_does_not_is_refused_by_name(asked: dict[str, str], flag: str) -> None:
-    with pytest.raises(CanaryStartupError, match=f"sliding windows .* Remove {flag} or"):
-        refuse_beside_windows(_args(**asked))
+def test_what_does_not_is_refused_by_name(pool: str, asked: dict[str, str], says: str) -> None:
+    group = _group(kv=MHATokenToKVPoolHost(), **{pool: MHATokenToKVPoolHost()})
+    with pytest.raises(CanaryStartupError, match=says):
+        refuse_beside_other_pools(group, _args(**asked))
 
 
 def test_storage_is_not_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +125,10 @@ def test_storage_is_not_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "host_windows", object())
     done, message = hicache_storage._around_attach(pytest.fail, object(), "file")
     assert (done, message) == (False, "kv-canary does not cover storage with sliding windows")
+    monkeypatch.setattr(context, "host_windows", None)
+    tree = SimpleNamespace(supports_mamba=lambda: True)
+    done, message = hicache_storage._around_attach(pytest.fail, tree, "file")
+    assert (done, message) == (False, "kv-canary does not cover storage with linear attention")
 
 
 def test_a_pass_goes_through_both_pools_within_the_budget_of_each_part() -> None:

@@ -349,10 +349,13 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def hicache_on_cpu() -> None:
-    """Copy pages by index, and keep host memory pageable. For `--hicache-io-backend direct` with layout layer_first."""
+    """Copy pages by index, and keep host memory pageable.
+
+    For `--hicache-io-backend direct`, with the layouts layer_first and page_first_direct.
+    """
     for name in (
         "memory_pool_host",
-        *(f"pool_host.{name}" for name in ("base", "mha", "mla", "dsa")),
+        *(f"pool_host.{name}" for name in ("base", "mha", "mla", "dsa", "mamba")),
     ):
         module = f"sglang.srt.mem_cache.{name}"
         package = module.rpartition(".")[0]
@@ -363,6 +366,8 @@ def hicache_on_cpu() -> None:
 def _fill_in_host_pools(module: ModuleType) -> None:
     """Each release has them in other modules."""
     module.transfer_kv_direct = _copy_pages
+    module.transfer_kv_all_layer_direct_lf_pf = _copy_to_pages_first
+    module.transfer_kv_per_layer_direct_pf_lf = _copy_from_pages_first
     if hasattr(module, "ALLOC_MEMORY_FUNCS"):
         module.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
     if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):  # 10 GiB, which a test need not have
@@ -378,6 +383,34 @@ def _copy_pages(
 ) -> None:
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
+
+
+def _copy_to_pages_first(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """`dst_ptrs`: [pages, layers, page_size, ...] each. `src_ptrs`: layers of the first one, then of the next."""
+    layers = len(src_ptrs) // len(dst_ptrs)
+    pages, at = dst_indices // page_size, dst_indices % page_size
+    for i, source in enumerate(src_ptrs):
+        dst_ptrs[i // layers][pages, i % layers, at] = source[src_indices]
+
+
+def _copy_from_pages_first(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """`dst_ptrs`: one layer of each of `src_ptrs`."""
+    pages, at = src_indices // page_size, src_indices % page_size
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[pages, layer_id, at]
 
 
 def _host_memory(dims: Any, dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:

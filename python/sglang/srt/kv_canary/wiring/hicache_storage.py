@@ -133,6 +133,8 @@ def _around_attach(original: Callable[..., Any], tree: Any, *args: Any, **kwargs
         return False, f"kv-canary does not cover the storage backend {backend!r}: use 'file'"
     if context.host_windows is not None:
         return False, "kv-canary does not cover storage with sliding windows"
+    if getattr(tree, "supports_mamba", bool)():
+        return False, "kv-canary does not cover storage with linear attention"
     if context.host_tier is not None and release().server_args().disaggregation_mode == "decode":
         return False, "kv-canary does not cover storage on a decode server"
     return original(tree, *args, **kwargs)

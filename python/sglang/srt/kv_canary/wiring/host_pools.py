@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from ..buffer_group import CanaryBufferGroup
     from ..runner.manager import CanaryManager
 
-__all__ = ["LOADED", "WINDOWS", "HostSlotsOf", "HostWindows", "host_pools_of", "tier_of"]
+__all__ = ["LOADED", "STATES", "WINDOWS", "HostSlotsOf", "HostWindows", "host_pools_of", "tier_of"]
 
 LOADED = "KV that is loaded back from host memory"
 WINDOWS = "swa"  # SGLang's name of the host pool of SWA slots
+STATES = "mamba"  # of the host pool of linear attention's states, which are not checked
 # In one slot space. A release has one of the last two.
 _HOST_POOLS = {
     PoolKind.FULL: ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost"),
@@ -47,32 +48,35 @@ class HostWindows:
 def host_pools_of(manager: CanaryManager, host: Any, with_windows: bool) -> tuple[list[Any], Any]:
     """(the host pools of the full slots, the first one hands the slots out; the host pool of SWA slots, or None).
 
+    `with_windows`: there may be one of SWA slots, or one of states, which has no records.
+
     Raises CanaryStartupError for pools other than those of the manager's groups.
     """
-    pools, windows = _of_spaces(host)
+    pools, windows, states = _of_spaces(host)
     kinds = [_kind_of(pool) for pool in pools]
     kinds += [PoolKind.SWA if _kind_of(pool) is PoolKind.FULL else None for pool in windows]
     known = kinds == [group.kind for group in manager.groups]
-    if None in kinds or not known or (windows and not with_windows):
-        names = ", ".join(type(pool).__name__ for pool in (*pools, *windows))
+    others = bool(windows) + bool(states)  # both at once have never run
+    if None in kinds or not known or others > with_windows:
+        names = ", ".join(type(pool).__name__ for pool in (*pools, *windows, *states))
         alone, indexers = (" or ".join(names) for names in _HOST_POOLS.values())
         raise startup_error(
-            f"HiCache keeps pages in {names}; the canary knows {alone} alone, or with {indexers}. Two of them, one for "
-            "sliding windows, it knows from SGLang 0.5.22 on.",
+            f"HiCache keeps pages in {names}; the canary knows {alone} alone, or with {indexers}. Beside one, a pool "
+            "for sliding windows, or one for states of linear attention, it knows from SGLang 0.5.22 on.",
             LOADED,
         )
     return pools, windows[0] if windows else None
 
 
-def _of_spaces(host: Any) -> tuple[list[Any], list[Any]]:
-    """(host pools of the full slots, those of SWA slots) of a host pool, or of SGLang's group of them."""
+def _of_spaces(host: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """(host pools of the full slots, of SWA slots, of states) of a host pool, or of SGLang's group of them."""
     if not hasattr(host, "anchor_entry"):
-        return [host], []
+        return [host], [], []
     first = host.anchor_entry
-    spaces: tuple[list[Any], list[Any]] = [], []
+    spaces: dict[str, list[Any]] = {"": [], WINDOWS: [], STATES: []}
     for entry in (first, *(entry for entry in host.entries if entry is not first)):
-        spaces[getattr(entry, "name", None) == WINDOWS].append(entry.host_pool)
-    return spaces
+        spaces.get(getattr(entry, "name", ""), spaces[""]).append(entry.host_pool)
+    return spaces[""], spaces[WINDOWS], spaces[STATES]
 
 
 def _kind_of(pool: Any) -> PoolKind | None:

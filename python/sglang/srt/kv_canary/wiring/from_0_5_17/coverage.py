@@ -52,8 +52,9 @@ _PARTLY_SERVED: dict[str, str] = {
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
     "speculative: draft trees, top-k > 1": "NGRAM, and v2. Refused where SGLang itself cannot move KV. EAGLE, on "
     "0.5.23 also EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding windows, linear attention and pipeline stages",
-    HICACHE: "MHA, MLA and DSA pools, from 0.5.21 on DSA with storage, from 0.5.22 on sliding windows; a page without "
-    "records, or damaged, is not used; what is loaded into a draft pool is not checked",
+    HICACHE: "MHA, MLA and DSA pools, from 0.5.21 on DSA with storage, from 0.5.22 on sliding windows and linear "
+    "attention; a page without records, or damaged, is not used; what is loaded into a draft pool, and states, are not "
+    "checked",
 }
 
 

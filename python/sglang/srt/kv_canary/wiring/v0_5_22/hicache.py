@@ -17,7 +17,7 @@ from ..hicache import LOADED, agreed, start_tier
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from ..v0_5_19.hicache import COPIES
-from .hicache_windows import is_windowed, refuse_beside_windows
+from .hicache_beside import refuse_beside_other_pools
 from .host_loads import host_slots_of, usable_of, window_slots_of
 
 __all__ = ["HOOKS"]
@@ -31,8 +31,7 @@ def _after_init(_: Any, tree: Any, server_args: Any, *args: Any, **kwargs: Any) 
     args = release().settled(server_args)
     if not context.active or not args.enable_hierarchical_cache:
         return
-    if is_windowed(tree.host_pool_group):
-        refuse_beside_windows(args)
+    refuse_beside_other_pools(tree.host_pool_group, args)
     # A decode server takes up a request when its load is over, and decodes others meanwhile.
     in_background = args.disaggregation_mode == "decode"
     start_tier(tree.host_pool_group, host_slots_of, in_background, window_slots_of)
@@ -61,7 +60,7 @@ def _around_admission(
 
 
 def _shorten_to_usable(tree: Any, req: Any) -> bool:
-    """Whether `req` loads less now. A shorter prefix may have another window, whose pages are compared, too."""
+    """Whether `req` loads less now. What a shorter prefix would load is compared, too: it may have another window."""
     shortened = False
     while req.host_hit_length or req.swa_host_hit_length:
         usable, end = _usable_of(tree, req, req.prefix_len)
@@ -103,7 +102,8 @@ def _shorten(tree: Any, req: Any, usable: int) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    req.best_match_node, req.host_hit_length, req.swa_host_hit_length = req.last_node, 0, 0
+    req.best_match_node, req.host_hit_length = req.last_node, 0
+    req.swa_host_hit_length = req.mamba_host_hit_length = 0
     if usable <= req.prefix_len:
         return
     end = usable + tree.tree_core.is_eagle  # EAGLE's keys are pairs of tokens
@@ -112,6 +112,7 @@ def _shorten(tree: Any, req: Any, usable: int) -> None:
     found = tree.match_prefix(MatchPrefixParams(key=key))
     req.best_match_node, req.host_hit_length = found.best_match_node, found.host_hit_length
     req.swa_host_hit_length = found.swa_host_hit_length
+    req.mamba_host_hit_length = found.mamba_host_hit_length
 
 
 HOOKS = (

@@ -1,8 +1,8 @@
 """What HiCache's unified tree would load of a prefix, and how much of it may be loaded.
 
-Pages of sliding windows have host slots of their own. SGLang loads those of the last window, as far as the device pool
-does not hold them. A prefix may end only where the device or host memory has its window. So the canary has the tree
-match a shorter prefix, and looks again at what that one would load.
+Pages of sliding windows have host slots of their own. Of these SGLang loads what the device lacks of the last window.
+A prefix may end only where its window is, on the device or in host memory. The same holds for the state of linear
+attention. So the canary has the tree match a shorter prefix. Then it looks again at what that one would load.
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ class HostLoad:
 def loads_of(tree: Any, node: Any, on_device: int) -> tuple[list[HostLoad], int]:
     """(what is to be loaded of the prefix that ends with `node`, the prefix's length in tokens).
 
-    `on_device`: how many of its tokens the device pool holds. With sliding windows it may hold more of the full slots.
+    `on_device`: how many of its tokens the device pool holds. It may hold more full slots, without window or state.
     """
-    if context.host_windows is None:
+    if context.host_windows is None and not tree.supports_mamba():
         slots = _transfer(tree, node, "FULL").host_indices
         end = on_device + len(slots)
         return [HostLoad(context.host_tier, slots, [range(on_device, end)])], end
     (path,) = tree.tree_core.collect_path_info([node])
     span_of = {each.node_id: range(each.path_start, each.path_end) for each in path}
     loads = []
-    for name, tier in (("FULL", context.host_tier), ("SWA", context.host_windows.tier)):
+    tiers = {"FULL": context.host_tier}
+    if context.host_windows is not None:
+        tiers["SWA"] = context.host_windows.tier
+    for name, tier in tiers.items():
         transfer = _transfer(tree, node, name)
         if transfer is not None and len(transfer.host_indices):
             spans = [span_of[each] for each in transfer.nodes_to_load]
