@@ -22,7 +22,7 @@ from ..hicache import (
 )
 from ..hook_spec import HookSpec, HookType
 
-__all__ = ["HOOKS", "UNIFIED_TREE", "refuse_tree", "refusing_hooks", "tree_hooks"]
+__all__ = ["HOOKS", "refuse_tree", "refusing_hooks", "tree_hooks"]
 
 
 def _after_tree(_: Any, tree: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +90,7 @@ def _last_of(tree: Any, nodes: list[Any], tokens: int) -> Any:
 
 
 _TREE = "sglang.srt.mem_cache.hiradix_cache.HiRadixCache"
-UNIFIED_TREE = "unified_radix_cache.UnifiedRadixCache.init_hicache"
+_UNIFIED_TREE = "unified_radix_cache.UnifiedRadixCache.init_hicache"
 
 
 def refusing_hooks(*starts: str) -> tuple[HookSpec, ...]:
@@ -126,6 +126,6 @@ HOOKS = tree_hooks(
         to_host=lambda controller: controller.write_stream,
         to_device=lambda controller: controller.load_stream,
     ),
-    ("hi_mamba_radix_cache.HiMambaRadixCache.__init__", UNIFIED_TREE),
+    ("hi_mamba_radix_cache.HiMambaRadixCache.__init__", _UNIFIED_TREE),
     (CONTROLLER, HYBRID_CONTROLLER),
 )
