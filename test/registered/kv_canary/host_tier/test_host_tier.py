@@ -574,7 +574,9 @@ def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
 
     with pytest.raises(CanaryStartupError, match="HostPoolGroup; the canary knows MHAToken"):
         protect(rig.manager, HostPoolGroup())
-    with pytest.raises(CanaryStartupError, match="prefix cache HostPoolGroup"):
+    with pytest.raises(
+        CanaryStartupError, match=r"prefix cache HostPoolGroup .* Remove --enable-hi"
+    ):
         refuse_tree(HostPoolGroup())
 
 

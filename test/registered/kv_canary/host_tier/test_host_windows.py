@@ -86,7 +86,9 @@ def test_others_are_refused(
     kinds: tuple[str, ...], pools: dict[str, type], with_windows: bool
 ) -> None:
     group = _group(**{name: kind() for name, kind in pools.items()})
-    with pytest.raises(CanaryStartupError, match=r"it knows from SGLang 0\.5\.22"):
+    with pytest.raises(
+        CanaryStartupError, match=r"it knows from SGLang 0\.5\.22 on\. Remove --enable-hi"
+    ):
         host_pools_of(_manager(*kinds), group, with_windows)
 
 

@@ -22,9 +22,19 @@ if TYPE_CHECKING:
     from ..buffer_group import CanaryBufferGroup
     from ..runner.manager import CanaryManager
 
-__all__ = ["LOADED", "STATES", "WINDOWS", "HostSlotsOf", "HostWindows", "host_pools_of", "tier_of"]
+__all__ = [
+    "LOADED",
+    "STATES",
+    "WINDOWS",
+    "WITHOUT_HICACHE",
+    "HostSlotsOf",
+    "HostWindows",
+    "host_pools_of",
+    "tier_of",
+]
 
 LOADED = "KV that is loaded back from host memory"
+WITHOUT_HICACHE = "Remove --enable-hierarchical-cache."  # the way to keep the canary
 WINDOWS = "swa"  # SGLang's name of the host pool of SWA slots
 STATES = "mamba"  # of the host pool of linear attention's states, which are not checked
 # In one slot space. A release has one of the last two.
@@ -62,7 +72,8 @@ def host_pools_of(manager: CanaryManager, host: Any, with_windows: bool) -> tupl
         alone, indexers = (" or ".join(names) for names in _HOST_POOLS.values())
         raise startup_error(
             f"HiCache keeps pages in {names}; the canary knows {alone} alone, or with {indexers}. Beside one, a pool "
-            "for sliding windows, or one for states of linear attention, it knows from SGLang 0.5.22 on.",
+            "for sliding windows, or one for states of linear attention, it knows from SGLang 0.5.22 on. "
+            f"{WITHOUT_HICACHE}",
             LOADED,
         )
     return pools, windows[0] if windows else None
@@ -112,7 +123,7 @@ def tier_of(
             loads_in_background,
         )
     except UnsupportedPoolError as error:
-        raise startup_error(f"{error}.", LOADED) from error
+        raise startup_error(f"{error}. {WITHOUT_HICACHE}", LOADED) from error
 
 
 def _content_of(pool: Any, group: CanaryBufferGroup) -> list[Sources]:

@@ -21,6 +21,7 @@ from ..hicache import (
     start_tier,
 )
 from ..hook_spec import HookSpec, HookType
+from ..host_pools import WITHOUT_HICACHE
 
 __all__ = ["HOOKS", "refuse_tree", "refusing_hooks", "tree_hooks"]
 
@@ -48,7 +49,8 @@ def refuse_tree(tree: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE the start of HiCache's other prefix caches."""
     if context.active:
         raise startup_error(
-            f"HiCache with the prefix cache {type(tree).__name__} copies KV in ways that the canary does not follow.",
+            f"HiCache with the prefix cache {type(tree).__name__} copies KV in ways that the canary does not follow. "
+            f"{WITHOUT_HICACHE}",
             LOADED,
         )
 
