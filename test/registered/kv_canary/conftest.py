@@ -166,6 +166,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_mixed_chunks_e2e.py",
     "e2e/test_speculative_ngram_e2e.py",
     "e2e/test_speculative_swa_e2e.py",
+    "host_tier/test_host_windows.py",
     "host_tier/test_indexer_pages.py",
     "pools/test_dsv4_faults.py",
     "pools/test_dsv4_pool.py",

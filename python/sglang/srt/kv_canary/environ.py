@@ -350,8 +350,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "HOST_CHECK_BUDGET_BYTES",
         EnvInt,
         1 << 18,  # a load waits for it
-        "HiCache: maximum bytes of K and V in host memory that one load re-reads before it uses them. Of larger loads "
-        "every k-th slot is compared, in turn.",
+        "HiCache: maximum bytes of K and V in host memory that one load re-reads before it uses them. With sliding "
+        "windows, of each of two pools. Of larger loads every k-th slot is compared, in turn.",
         minimum=1,
         maximum=_MOST_BYTES,
     ),

@@ -98,12 +98,12 @@ def _usable_of(tree: Any, req: Any, on_device: int) -> tuple[int, int | None]:
 
 
 def _shorten(tree: Any, req: Any, usable: int) -> None:
-    """Let `req` load no more than the first `usable` tokens of its prefix."""
+    """Let `req` load no more than the first `usable` tokens of its prefix. After an error it loads nothing."""
+    req.best_match_node, req.host_hit_length = req.last_node, 0
+    req.swa_host_hit_length = req.mamba_host_hit_length = 0
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    req.best_match_node, req.host_hit_length = req.last_node, 0
-    req.swa_host_hit_length = req.mamba_host_hit_length = 0
     if usable <= req.prefix_len:
         return
     end = usable + tree.tree_core.is_eagle  # EAGLE's keys are pairs of tokens
