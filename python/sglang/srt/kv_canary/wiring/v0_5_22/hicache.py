@@ -16,6 +16,8 @@ from ..guard import attempt
 from ..hicache import LOADED, agreed, start_tier
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
+from ..v0_5_17.hicache import TREE
+from ..v0_5_18.hicache import key_of
 from ..v0_5_19.hicache import COPIES
 from .hicache_beside import refuse_beside_other_pools
 from .host_loads import host_slots_of, usable_of, window_slots_of
@@ -102,13 +104,11 @@ def _shorten(tree: Any, req: Any, usable: int) -> None:
     req.best_match_node, req.host_hit_length = req.last_node, 0
     req.swa_host_hit_length = req.mamba_host_hit_length = 0
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     if usable <= req.prefix_len:
         return
     end = usable + tree.tree_core.is_eagle  # EAGLE's keys are pairs of tokens
-    tokens = req.full_untruncated_fill_ids[:end]
-    key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
+    key = key_of(req, req.full_untruncated_fill_ids[:end])
     found = tree.match_prefix(MatchPrefixParams(key=key))
     req.best_match_node, req.host_hit_length = found.best_match_node, found.host_hit_length
     req.swa_host_hit_length = found.swa_host_hit_length
@@ -116,12 +116,7 @@ def _shorten(tree: Any, req: Any, usable: int) -> None:
 
 
 HOOKS = (
-    HookSpec(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache",
-        _after_init,
-        HookType.AFTER,
-        LOADED,
-    ),
+    HookSpec(f"{TREE}.init_hicache", _after_init, HookType.AFTER, LOADED),
     HookSpec(
         "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
         _around_admission,

@@ -12,6 +12,7 @@ from ..guard import attempt_aside
 from ..hicache import HYBRID_CONTROLLER
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
+from ..v0_5_17.hicache import TREE
 from .namespace import key_in_chains
 
 __all__ = ["HOOKS"]
@@ -50,8 +51,7 @@ def _note_made(controller: Any, handle: Any, made: Any) -> None:
         store.made(handle.rid, None if made is None else made.operation)
 
 
-_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 HOOKS = (
     HookSpec(f"{HYBRID_CONTROLLER}.submit_prefetch", _around_prefetch, HookType.AROUND, STORED),
-    *storage_hooks(_TREE, f"{HYBRID_CONTROLLER}._storage_hit_query"),
+    *storage_hooks(TREE, f"{HYBRID_CONTROLLER}._storage_hit_query"),
 )
