@@ -176,3 +176,33 @@ class HiCacheE2E(CanaryE2EBase):
             assert answer["output_ids"] == first[i]
             found += hits(answer)
         return found
+
+    def host_slots(self, what: str) -> dict[str, int]:
+        """Slots of host memory that were `loaded` or `refused`, by pool kind, since the start."""
+        counted = self.serving.send("counters").answer()["host"]
+        return {kind: counts[what] for kind, counts in counted.items()}
+
+    def assert_dropped(self, tag: str, **place: Any) -> None:
+        """Damage on the device at `place` ends its reader. What that has computed is on neither tier then."""
+        prompt, after = prompts("computed", 2)
+        longer = prompt + after[:40]
+        self.ask("computed-a", prompt)
+        self.inject("flip_bytes", cached=prompt, **place).answer()
+        self.generate("computed-b", longer, 1)
+        self.assert_violation("CONTENT", tag, reader="computed-b")
+        self.serving.wait_for(lambda: self.serving.events("containment"), "it was acted on")
+        (action,) = self.serving.events("containment")
+        assert action["answered"] == ["computed-b"]
+        assert hits(self.ask("computed-c", longer), "device") == 0
+        self.push_out("computed")
+        assert hits(self.ask("computed-d", longer)) > 0
+
+
+class SpeculativeTraffic:
+    """For a server class with speculation, before its base classes: prefixes go to host memory between turns."""
+
+    def test_traffic(self) -> None:
+        for turn in range(2):
+            self.converse(f"traffic{turn}")
+            self.push_out(f"traffic{turn}")
+        self.assert_clean()

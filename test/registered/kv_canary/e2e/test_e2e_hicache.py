@@ -213,18 +213,7 @@ class TestDamage(Damage):
 
     @pytest.mark.skipif(not ENDS, reason="this release refuses the action; lifted by make test")
     def test_what_was_computed_from_damage_is_not_loaded(self) -> None:
-        prompt, after = prompts("computed", 2)
-        longer = prompt + after[:40]
-        self.ask("computed-a", prompt)
-        self.inject("flip_bytes", cached=prompt, position=5, half="V").answer()
-        self.generate("computed-b", longer, 1)
-        self.assert_violation("CONTENT", "TAIL_V_FULL", reader="computed-b")
-        self.serving.wait_for(lambda: self.serving.events("containment"), "it was acted on")
-        (action,) = self.serving.events("containment")
-        assert action["answered"] == ["computed-b"]
-        assert hits(self.ask("computed-c", longer), "device") == 0
-        self.push_out("computed")
-        assert hits(self.ask("computed-d", longer)) > 0
+        self.assert_dropped("TAIL_V_FULL", position=5, half="V")
 
 
 @long_on_newer_releases

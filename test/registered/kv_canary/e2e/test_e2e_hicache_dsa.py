@@ -16,7 +16,14 @@ from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_dsa_serving import EagleDsaE2EBase
-from sglang_kv_canary_rigs.hicache_serving import STORAGE, HiCacheE2E, WithPages, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import (
+    STORAGE,
+    HiCacheE2E,
+    SpeculativeTraffic,
+    WithPages,
+    hits,
+    prompts,
+)
 from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
 from sglang_kv_canary_rigs.on_releases import (
     REFUSES_STORAGE,
@@ -35,7 +42,7 @@ PAGE = 64
 PROMPT = 200
 PAGES = PROMPT // PAGE * PAGE  # tokens in whole pages
 # A layer's keys and scales are two sources.
-# On 0.5.17 and 0.5.18 these models have the unified tree, whose way to storage is another one.
+# On 0.5.17 to 0.5.20 the unified tree, which these models have, goes to storage in another way.
 FETCHES = "v0_5_22.hicache_storage" in release().hook_modules or not release().has_own_canary
 DAMAGE = [("FULL", 1), ("INDEXER", 0), ("INDEXER", 3)]
 
@@ -244,7 +251,7 @@ def test_storage_is_refused() -> None:
 
 
 @by_default_on_newer_releases
-class TestMtp(EagleDsaE2EBase, DsaHiCache):
+class TestMtp(SpeculativeTraffic, EagleDsaE2EBase, DsaHiCache):
     """From 0.5.18 on SGLang keeps the MTP layer's rows and keys in the target's host pools, behind the target's."""
 
     flags: ClassVar = {
@@ -255,12 +262,6 @@ class TestMtp(EagleDsaE2EBase, DsaHiCache):
     }
     plugins: ClassVar = DsaHiCache.plugins
     env: ClassVar = {**TestDsa.env, **EagleDsaE2EBase.env}
-
-    def test_traffic(self) -> None:
-        for turn in range(2):
-            self.converse(f"traffic{turn}")
-            self.push_out(f"traffic{turn}")
-        self.assert_clean()
 
     def test_prefixes_are_loaded_back(self) -> None:
         self.assert_loaded_back("again")

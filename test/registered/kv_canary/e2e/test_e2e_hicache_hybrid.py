@@ -5,7 +5,7 @@ A prompt of 160 tokens is prefilled in chunks of 64, and SGLang keeps a state af
 """
 
 import sys
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,13 @@ from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary_rigs.eagle_hybrid_serving import EagleHybridE2EBase
-from sglang_kv_canary_rigs.hicache_serving import STORAGE, HiCacheE2E, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import (
+    STORAGE,
+    HiCacheE2E,
+    SpeculativeTraffic,
+    hits,
+    prompts,
+)
 from sglang_kv_canary_rigs.on_releases import from_0_5_22, long_on_newer_releases
 from sglang_kv_canary_rigs.volume import volume
 
@@ -40,49 +46,26 @@ class HybridHiCache(HiCacheE2E):
     flags: ClassVar = {**HiCacheE2E.flags, **LAYOUT, "max_total_tokens": 400}
     requests: ClassVar[int] = volume(36, 96)
 
-    def host(self, what: str) -> dict[str, int]:
-        """Slots of host memory that were `loaded` or `refused`, since the start."""
-        counted = self.serving.send("counters").answer()["host"]
-        return {kind: counts[what] for kind, counts in counted.items()}
-
     def push_out(self, name: str) -> None:
         for i, prompt in enumerate(prompts(name, 4, PROMPT)):
             self.ask(f"{name}-{i}", prompt)
 
-    def serve_mixed(self) -> None:
-        self.serve(TrafficShape(self.requests, seed=21, flushes=1, abort_share=0.1))
-        self.assert_no_violations()
-
-    def assert_loaded_back(self, name: str) -> None:
-        """Each prompt twice, with the others in between."""
-        before, asked = self.host("loaded")["FULL"], prompts(name, 5, PROMPT)
-        first = [self.ask(f"{name}-{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
-        answers = [self.ask(f"{name}-{i}-b", p) for i, p in enumerate(asked)]
-        assert [answer["output_ids"] for answer in answers] == first
-        assert [hits(answer) for answer in answers] == [2 * CHUNK] * 5
-        assert self.host("loaded")["FULL"] - before == 5 * 2 * CHUNK
-        assert self.host("refused") == {"FULL": 0}, "each page has its records"
-        self.assert_no_violations()
-
-    def after_damage(self, name: str, position: int, **where: Any) -> int:
-        """Tokens that come from host memory once the page at `position` is damaged there."""
-        (prompt,) = prompts(name, 1, PROMPT)
-        first = self.ask(f"{name}-a", prompt)["output_ids"]
-        self.push_out(name)
-        flipped = self.inject("flip_host_bytes", cached=prompt, position=position, **where)
-        flipped.answer()
-        self.expect_violations()
-        answer = self.ask(f"{name}-b", prompt)
-        assert answer["output_ids"] == first
-        return hits(answer)
-
 
 class TestRaise(HybridHiCache):
     def test_mixed_traffic(self) -> None:
-        self.serve_mixed()
+        self.serve(TrafficShape(self.requests, seed=21, flushes=1, abort_share=0.1))
+        self.assert_no_violations()
 
     def test_prefixes_are_loaded_back(self) -> None:
-        self.assert_loaded_back("again")
+        """Each prompt twice, with the others in between."""
+        before, asked = self.host_slots("loaded")["FULL"], prompts("again", 5, PROMPT)
+        first = [self.ask(f"again-{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
+        answers = [self.ask(f"again-{i}-b", p) for i, p in enumerate(asked)]
+        assert [answer["output_ids"] for answer in answers] == first
+        assert [hits(answer) for answer in answers] == [2 * CHUNK] * 5
+        assert self.host_slots("loaded")["FULL"] - before == 5 * 2 * CHUNK
+        assert self.host_slots("refused") == {"FULL": 0}, "each page has its records"
+        self.assert_no_violations()
 
 
 @long_on_newer_releases
@@ -100,27 +83,26 @@ class TestDamage(HybridHiCache):
     @pytest.mark.parametrize(("position", "left"), [(5, 0), (CHUNK, CHUNK), (100, CHUNK)])
     def test_a_prefix_ends_at_the_state_before_damage(self, position: int, left: int) -> None:
         name = f"flipped-{position}"
-        assert self.after_damage(name, position, half="K") == left
+        (prompt,) = prompts(name, 1, PROMPT)
+        first = self.ask(f"{name}-a", prompt)["output_ids"]
+        self.push_out(name)
+        self.inject("flip_host_bytes", cached=prompt, position=position, half="K").answer()
+        answer = self.ask(f"{name}-b", prompt)
+        assert (answer["output_ids"], hits(answer)) == (first, left)
         event = self.assert_violation("CONTENT", "HOST_K_FULL")
         assert event["stored_position"] == position
-        assert len(self.violations()) == 1
-        self.push_out(f"{name}-2")  # what was computed again is clean
+        self.push_out(f"{name}-2")
+        assert len(self.violations()) == 1, "what was computed again is clean"
 
 
 @long_on_newer_releases
-class TestEagle(EagleHybridE2EBase, HybridHiCache):
+class TestEagle(SpeculativeTraffic, EagleHybridE2EBase, HybridHiCache):
     flags: ClassVar = {
         **EagleHybridE2EBase.flags,
         **HybridHiCache.flags,
         "kv_canary_sweep_interval": 0,
     }
     plugins: ClassVar = FILL_INS
-
-    def test_traffic(self) -> None:
-        for turn in range(2):
-            self.converse(f"traffic{turn}")
-            self.push_out(f"traffic{turn}")
-        self.assert_clean()
 
     def test_prefixes_are_loaded_back(self) -> None:
         (prompt,) = prompts("again", 1, PROMPT)

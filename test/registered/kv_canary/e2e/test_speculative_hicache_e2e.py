@@ -24,6 +24,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
     PROMPT,
     STORAGE,
     HiCacheE2E,
+    SpeculativeTraffic,
     WithPages,
     hits,
     prompts,
@@ -56,7 +57,7 @@ MODES["ngram_swa"] = replace(
 )
 
 
-class SpeculationWithHiCache(EagleE2EBase, HiCacheE2E):
+class SpeculationWithHiCache(SpeculativeTraffic, EagleE2EBase, HiCacheE2E):
     flags: ClassVar[Mapping[str, Any]] = {
         **EagleE2EBase.flags,
         **SMALL_POOL,
@@ -67,12 +68,6 @@ class SpeculationWithHiCache(EagleE2EBase, HiCacheE2E):
 
     def test_prefixes_are_loaded_back(self) -> None:
         assert self.twice("again", 4) >= 2 * (PROMPT - 2)
-        self.assert_clean()
-
-    def test_traffic(self) -> None:
-        for turn in range(2):
-            self.converse(f"traffic{turn}")
-            self.push_out(f"traffic{turn}")
         self.assert_clean()
 
     def test_a_damaged_page_is_computed_again(self) -> None:
