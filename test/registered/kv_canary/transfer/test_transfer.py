@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.pool_patcher import attach_canary_buffers
+from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.transfer import notice
 from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_records
@@ -451,10 +452,21 @@ def test_the_chunk_of_a_position(position, named):
     assert Origin("a server").at(position) == "a server"
 
 
-def test_the_window_is_sent_with_the_last_chunk():
-    said = "a server, chunk 2 of 2 (the window is sent with the last one)"
-    assert [Origin("a server", (16, 64)).at(position, True) for position in (16, 64)] == [said] * 2
-    assert Origin("a server").at(16, True) == "a server"
+@pytest.mark.parametrize(
+    ("kind", "what"), [(PoolKind.SWA, "the window is"), (PoolKind.INDEXER, "index keys are")]
+)
+def test_states_are_sent_with_the_last_chunk(kind, what):
+    said = f", chunk 2 of 2 ({what} sent with the last one)"
+    chunks = Origin("a server", (16, 64))
+    named = {position: chunks.at(position, kind) for position in (None, 15, 16, 64)}
+    assert named == {
+        None: f"a server{said}",
+        15: "a server",  # cached before
+        16: f"a server{said}",
+        64: f"a server{said}",
+    }
+    assert [chunks.chunk(position, kind) for position in named] == [2, None, 2, 2]
+    assert Origin("a server").at(16, kind) == "a server"
 
 
 def test_several_ranks_say_what_holds_of_all():

@@ -393,8 +393,8 @@ def chunk_of(v: Violation, recorder: FlightRecorder) -> int | None:
     """Number of the chunk that should have brought what an arrival's check finds wrong. None: not known to be sent."""
     if v.reader.mode != Mode.ARRIVAL.name:
         return None
-    is_windowed = CanaryLaunchTag.kind_of(v.tag) is PoolKind.SWA
-    return recorder.chunk(v.reader.forward, v.reader.row, v.position, is_windowed)
+    kind = CanaryLaunchTag.kind_of(v.tag)
+    return recorder.chunk(v.reader.forward, v.reader.row, v.position, kind)
 
 
 @cache

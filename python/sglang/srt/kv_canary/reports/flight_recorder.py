@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..pool_kind import PoolKind
 from ..record import forwards_between
 from .origin import Origin
 from .weight_history import WeightHistory
@@ -368,21 +369,25 @@ class FlightRecorder:
         return forward
 
     def origin(
-        self, forward: int, row: int, position: int | None = None, is_windowed: bool = False
+        self,
+        forward: int,
+        row: int,
+        position: int | None = None,
+        kind: PoolKind = PoolKind.FULL,
     ) -> str | None:
         """Where the KV that `forward` checked in `row`, at `position`, came from. None: no forward of an arrival.
 
-        `is_windowed`: in the pool of layers with a sliding window.
+        `kind`: the pool in which it lies.
         """
         origin = self._origin(forward, row)
-        return None if origin is None else origin.at(position, is_windowed)
+        return None if origin is None else origin.at(position, kind)
 
     def chunk(
-        self, forward: int, row: int, position: int | None, is_windowed: bool = False
+        self, forward: int, row: int, position: int | None, kind: PoolKind = PoolKind.FULL
     ) -> int | None:
         """Number of the chunk that brought what `forward` checked at `position` of `row`. None: none is known."""
         origin = self._origin(forward, row)
-        return None if origin is None else origin.chunk(position, is_windowed)
+        return None if origin is None else origin.chunk(position, kind)
 
     def _origin(self, forward: int, row: int) -> Origin | None:
         step = self.step_of(forward)

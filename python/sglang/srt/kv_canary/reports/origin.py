@@ -5,7 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from ..pool_kind import PoolKind
+
 __all__ = ["Origin"]
+
+_WITH_THE_LAST = {PoolKind.SWA: "the window is", PoolKind.INDEXER: "index keys are"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +19,21 @@ class Origin:
     text: str
     chunks: tuple[int, ...] = ()
 
-    def at(self, position: int | None, is_windowed: bool = False) -> str:
-        """What is known about the token at `position`. `is_windowed`: in a pool whose window the last chunk brings."""
-        if is_windowed and self.chunks:
-            count = len(self.chunks)
-            return f"{self.text}, chunk {count} of {count} (the window is sent with the last one)"
-        if position is None or not self.chunks or position < self.chunks[0]:
+    def at(self, position: int | None, kind: PoolKind = PoolKind.FULL) -> str:
+        """What is known about the token at `position`, in the pool `kind`."""
+        number, count = self.chunk(position, kind), len(self.chunks)
+        if number is None:
             return self.text
-        number, count = self._number(position), len(self.chunks)
-        first = self.chunks[number - 1]
-        until = f"to {self.chunks[number] - 1}" if number < count else "on"
-        return f"{self.text}, chunk {number} of {count} (positions from {first} {until})"
+        if kind in _WITH_THE_LAST:
+            what = f"{_WITH_THE_LAST[kind]} sent with the last one"
+        else:
+            until = f"to {self.chunks[number] - 1}" if number < count else "on"
+            what = f"positions from {self.chunks[number - 1]} {until}"
+        return f"{self.text}, chunk {number} of {count} ({what})"
 
-    def chunk(self, position: int | None, is_windowed: bool = False) -> int | None:
+    def chunk(self, position: int | None, kind: PoolKind = PoolKind.FULL) -> int | None:
         """Number of the chunk, from 1, that brought the token at `position`. None: none did, or it is not known."""
-        if is_windowed and self.chunks:
-            return len(self.chunks)
-        return None if position is None else self._number(position) or None
-
-    def _number(self, position: int) -> int:
-        return bisect_right(self.chunks, position)
+        number = 0 if position is None else bisect_right(self.chunks, position)
+        if kind in _WITH_THE_LAST and (number or position is None):
+            number = len(self.chunks)
+        return number or None

@@ -152,11 +152,14 @@ def _hex(value: int) -> str:
 
 
 def actor_of(
-    word: int, recorder: FlightRecorder, position: int | None = None, is_windowed: bool = False
+    word: int,
+    recorder: FlightRecorder,
+    position: int | None = None,
+    kind: PoolKind = PoolKind.FULL,
 ) -> Actor | None:
     """The writer in `word`, of the token at `position`. None if the word is damaged and would name another actor.
 
-    `is_windowed`: see FlightRecorder.origin.
+    `kind`: see FlightRecorder.origin.
     """
     if not record.is_writer_intact(word):
         return None
@@ -172,7 +175,7 @@ def actor_of(
         Mode(mode).name,
         recorder.request_id(forward, row),
         step,
-        recorder.origin(forward, row, position, is_windowed),
+        recorder.origin(forward, row, position, kind),
     )
 
 
@@ -215,7 +218,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     expected, stored = (
         _known(values[column]) for column in (Column.EXPECTED_POSITION, Column.STORED_POSITION)
     )
-    is_windowed = CanaryLaunchTag.from_id(values[Column.TAG]).kind is PoolKind.SWA
+    kind = CanaryLaunchTag.from_id(values[Column.TAG]).kind
     position = expected if expected is not None else stored
     reader = Actor(
         reader_forward,
@@ -223,7 +226,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
         found.mode if found else "not on record",
         recorder.request_id(reader_forward, reader_row),
         found.step.step if found and found.step else None,
-        recorder.origin(reader_forward, reader_row, position, is_windowed),
+        recorder.origin(reader_forward, reader_row, position, kind),
     )
     writer: Actor | None = None
     freed: Actor | None = None
@@ -231,10 +234,10 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     state = State.NEVER_WRITTEN.name if never_written else None
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
-        writer, state = actor_of(word, recorder, stored, is_windowed), state_name(word)
+        writer, state = actor_of(word, recorder, stored, kind), state_name(word)
         if values[Column.LAST_WRITER]:
             freed = writer
-            writer = actor_of(values[Column.LAST_WRITER], recorder, stored, is_windowed)
+            writer = actor_of(values[Column.LAST_WRITER], recorder, stored, kind)
     stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
     return Violation(
         sequence=values[Column.SEQUENCE],
