@@ -386,8 +386,9 @@ FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
 DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_all")
 DROP_FIRST_TOKEN = "drop_first_token"  # of the answer: what an earlier request left there is read
 DROP_WINDOW = "drop_window"  # of layers with a sliding window, whose KV is SGLang's first state
+DROP_KEYS = DROP_WINDOW  # of an indexer: the same
 AGAIN_LATER, RELEASED = "again_later", "released"
-HOST_COPY = "host_copy"
+HOST_COPY, HOST_KEYS = "host_copy", "host_keys"
 HOLD_LOADS = "hold_loads"  # of HiCache
 Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
 
@@ -408,9 +409,8 @@ def transit_faults() -> None:
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.has_free_load_back_slot"
         )
         HookRegistry.register(may_load, _may_load, HookType.AROUND)
-    else:
-        resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
-        HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
+    resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
+    HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
 
 
 def _damaged_in_transit(
@@ -428,12 +428,16 @@ def _send_again_later(send: Callable[[], Any]) -> None:
 
 
 def _damage_host_copy(request: Any, *_: Any) -> None:
-    """One value of the KV that waits in host memory while its request is retracted."""
-    if _fault()[1] == HOST_COPY:
-        part = request.kv_cache_cpu
-        while not torch.is_tensor(part):
-            part = part[0]
-        part.view(-1)[0] += 1
+    """One value of the KV, or of the index keys, that wait in host memory while their request is retracted."""
+    what = {HOST_COPY: "kv", HOST_KEYS: "index_k"}.get(_fault()[1])
+    if what is None:
+        return
+    is_newer = release().has_own_canary
+    part = request.kv.retraction_backup.cpu_tensors if is_newer else request.kv_cache_cpu
+    part = part[what] if isinstance(part, dict) else part
+    while not torch.is_tensor(part):
+        part = part[0]
+    part.view(-1)[0] += 1
 
 
 def _damage_host_pool(tree: Any, _: Any, backup: Any) -> None:

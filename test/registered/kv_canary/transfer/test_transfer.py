@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from itertools import permutations
@@ -12,14 +13,19 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
-from sglang_kv_canary.pool_patcher import attach_canary_buffers
 from sglang_kv_canary.pool_kind import PoolKind
+from sglang_kv_canary.pool_patcher import attach_canary_buffers
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.transfer import notice
 from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_records
 from sglang_kv_canary.transfer.notice import NO_TOKEN, Notice, NoticeBoard, SentChunks
 from sglang_kv_canary_rigs.backends import REFERENCE
-from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool, make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import (
+    make_mha_pool,
+    make_mla_pool,
+    make_nsa_pool,
+    make_swa_pool,
+)
 from sglang_kv_canary_rigs.world import World, WorldSpec
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -386,23 +392,39 @@ def test_damage_on_one_rank_is_damage_to_the_request():
 
 
 def test_a_cached_window_is_refused():
-    from sglang_kv_canary.wiring.disaggregation import _refuse_cached_windows
+    from sglang_kv_canary.wiring.disaggregation import _refuse_cached_states
 
     args = SimpleNamespace(
         disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True
     )
     swa = make_swa_pool().pool
-    _refuse_cached_windows(args, make_mha_pool())
+    _refuse_cached_states(args, make_mha_pool())
     with pytest.raises(CanaryStartupError, match="takes the whole window for sent"):
-        _refuse_cached_windows(args, swa)
+        _refuse_cached_states(args, swa)
     args.disaggregation_mode = "prefill"
-    _refuse_cached_windows(args, swa)
+    _refuse_cached_states(args, swa)
     args.enable_pd_role_switch = True  # it may decode later
     with pytest.raises(CanaryStartupError, match="takes the whole window for sent"):
-        _refuse_cached_windows(args, swa)
+        _refuse_cached_states(args, swa)
     args.disaggregation_mode = "decode"
     args.disaggregation_decode_enable_radix_cache = False
-    _refuse_cached_windows(args, swa)
+    _refuse_cached_states(args, swa)
+
+
+@pytest.mark.parametrize("resends", [True, False])
+def test_a_cached_prefix_whose_index_keys_come_again_is_refused(monkeypatch, resends):
+    from sglang_kv_canary.wiring import disaggregation
+
+    answers = SimpleNamespace(resends_cached_keys=lambda: resends)
+    monkeypatch.setattr(disaggregation, "release", lambda: SimpleNamespace(transfers=answers))
+    args = SimpleNamespace(
+        disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True
+    )
+    disaggregation._refuse_cached_states(args, make_mla_pool().pool)
+    message = "sends the index keys of a cached prefix again"
+    expected = pytest.raises(CanaryStartupError, match=message) if resends else nullcontext()
+    with expected:
+        disaggregation._refuse_cached_states(args, make_nsa_pool().pool)
 
 
 def test_only_tokens_beyond_the_vocabulary_number_images():
@@ -511,11 +533,12 @@ def test_notices_of_requests_that_never_arrive_are_bounded(monkeypatch):
 def test_a_pool_whose_transfers_are_not_covered_is_refused():
     from sglang_kv_canary.wiring.disaggregation import _refuse_unknown_pool
 
-    class NSATokenToKVPool(SimpleNamespace):
+    class DeepSeekV4TokenToKVPool(SimpleNamespace):
         pass
 
-    with pytest.raises(CanaryStartupError, match="NSATokenToKVPool are not covered"):
-        _refuse_unknown_pool(NSATokenToKVPool())
+    with pytest.raises(CanaryStartupError, match="DeepSeekV4TokenToKVPool are not covered"):
+        _refuse_unknown_pool(DeepSeekV4TokenToKVPool())
+    _refuse_unknown_pool(make_nsa_pool().pool)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from sglang_kv_canary.wiring.record_sender import RecordSender, Sides, at_once
 from sglang_kv_canary.wiring.v0_5_22 import nixl_notified
 from sglang_kv_canary.wiring.v0_5_22.nixl import Awaited
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_nsa_pool
 
 register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
 
@@ -98,6 +99,47 @@ def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSe
     assert written == [_blocks_of_pages()]
     notice = sender.notice("alike", 7)
     assert (notice.has_records, notice.keeps_content, notice.why) == (True, True, "")
+
+
+@pytest.mark.parametrize("state", ["nsa", "dsa"])
+def test_records_of_index_keys_go_with_the_keys(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """SGLang sends all of them with the last chunk. By then the prefix cache may have re-pointed pages."""
+    rig = ManagerRig(real=make_nsa_pool())
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    layout = TransferLayout.of(rig.manager.groups, 64, rig.manager.config.content_mode, 1, 1)
+    peer = SimpleNamespace(
+        endpoint="127.0.0.1",
+        dst_port=1,
+        dst_state_dim_per_tensor=[[], layout.to_wire()],
+        dst_state_data_ptrs=[[], [*THERE]],
+    )
+    kv_manager = SimpleNamespace(
+        decode_kv_args_table={"peer": peer},
+        local_ip="127.0.0.1",
+        bootstrap_port=2,
+        kv_args=SimpleNamespace(engine_rank=0, state_types=[SimpleNamespace(value=state)]),
+    )
+    posted: list[tuple[list[int], list[int]]] = []
+
+    def post(_: str, sides: Sides) -> Callable[[], int]:
+        posted.append(tuple(side[:, 0].tolist() for side in sides))
+        return lambda: -len(posted)
+
+    def places(group: int, here: int, there: int) -> tuple[list[int], list[int]]:
+        records = rig.manager.groups[group].k_tail
+        page = 64 * RECORD_BYTES
+        return [records.data_ptr() + page * here], [THERE[group] + page * there]
+
+    sender = RecordSender(kv_manager, layout, post)
+    assert [group.kind.value for group in rig.manager.groups] == ["FULL", "INDEXER"]
+    assert sender.send("peer", np.array([1]), np.array([5])) == -1
+    assert sender.send_states("peer", [np.array([2])], [np.array([6])]) == -2
+    assert posted == [places(0, 1, 5), places(1, 2, 6)]
+    assert sender.send_states("peer", [None], [np.array([6])]) == 0
+    assert sender.send_states("peer", [np.array([], int)], [np.array([6])]) == 0
+    assert len(posted) == 2
 
 
 def test_a_peer_without_a_canary_gets_nothing(

@@ -143,14 +143,12 @@ _NAMES = {
 def transferred_records(
     groups: Iterable[CanaryBufferGroup],
 ) -> list[tuple[PoolKind, torch.Tensor]]:
-    """(slot space, records int64[num_slots, 4]) of what travels: one record per slot and half, that of TAIL.
+    """(kind of the group, records int64[num_slots, 4]) of what travels: one record per slot and half, that of TAIL.
 
-    The receiver makes HEAD's from it. The slot space is FULL or SWA.
+    The receiver makes HEAD's from it. The kind is FULL, SWA or INDEXER.
     """
     return [
-        (group.allocator_kind, group.records(half, Side.TAIL))
-        for group in groups
-        for half in group.halves
+        (group.kind, group.records(half, Side.TAIL)) for group in groups for half in group.halves
     ]
 
 

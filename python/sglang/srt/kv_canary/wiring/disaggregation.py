@@ -27,7 +27,9 @@ from .swept_slots import wait_for_sweep
 
 __all__ = ["COPY", "DECODE", "PREFILL", "RecordComponent", "transfer_hooks"]
 
-_DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+_WITH_INDEXER = ("DSATokenToKVPool", "NSATokenToKVPool")  # its name until 0.5.12.post1
+_LATENT = ("MLATokenToKVPool", *_WITH_INDEXER)
+_DRAFT_POOLS = ("MHATokenToKVPool", *_LATENT)
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
 _NO_NAME = "that server does not know the name of the request's LoRA adapter"
 _NOT_CHECKING = "its canary has stopped checking"
@@ -40,7 +42,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         return original(queue)
     _refuse_unknown_pool(queue.token_to_kv_pool)
     args = release().settled(queue.scheduler.server_args)
-    _refuse_cached_windows(args, queue.token_to_kv_pool)
+    _refuse_cached_states(args, queue.token_to_kv_pool)
     _refuse_mixed_up_stages(args, queue)
     with ExitStack() as plain:
         plain.enter_context(plain_lists(queue.token_to_kv_pool))
@@ -76,16 +78,24 @@ def _refuse_unknown_pool(pool: Any, known: tuple[str, ...] = _POOLS, what: str =
         )
 
 
-def _refuse_cached_windows(args: Any, pool: Any) -> None:
+def _refuse_cached_states(args: Any, pool: Any) -> None:
     """Newer releases have both for some models. Others refuse it themselves. The role may change while it serves."""
     decodes = args.disaggregation_mode == "decode" or getattr(args, "enable_pd_role_switch", False)
-    cached = decodes and args.disaggregation_decode_enable_radix_cache
-    if cached and type(pool).__name__ == "SWAKVPool":
-        raise startup_error(
+    if not (decodes and args.disaggregation_decode_enable_radix_cache):
+        return
+    name, why = type(pool).__name__, None
+    if name == "SWAKVPool":
+        why = (
             "SGLang sends what is not cached of a sliding window, and the check of arrivals takes the whole window for "
-            "sent. Remove --disaggregation-decode-enable-radix-cache.",
-            TRANSFERS,
+            "sent."
         )
+    elif name in _WITH_INDEXER and release().transfers.resends_cached_keys():
+        why = (
+            "this release sends the index keys of a cached prefix again, into pages that other requests read at that "
+            "moment. Keys of another forward may differ from them in their last bits."
+        )
+    if why is not None:
+        raise startup_error(f"{why} Remove --disaggregation-decode-enable-radix-cache.", TRANSFERS)
 
 
 def _refuse_mixed_up_stages(args: Any, queue: Any) -> None:
@@ -94,7 +104,7 @@ def _refuse_mixed_up_stages(args: Any, queue: Any) -> None:
         return
     for pool in (queue.token_to_kv_pool, queue.draft_token_to_kv_pool):
         name = type(pool).__name__
-        if pool is not None and name != "MLATokenToKVPool":
+        if pool is not None and name not in _LATENT:
             raise startup_error(
                 f"SGLang itself cannot send {name} from a stage with a draft model. Over Mooncake "
                 "get_mha_kv_ptrs_with_pp takes half of a stage's buffers for K, and those of the draft are among them: "

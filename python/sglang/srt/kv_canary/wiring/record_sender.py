@@ -31,6 +31,8 @@ TRANSFERS = "KV that arrives from prefill servers"
 Arrive = Callable[
     [], int
 ]  # waits until blocks have arrived. Returns the transport's status, 0 for success
+# By SGLang's StateType. Records go with the bytes that they are of: those of index keys with the last chunk
+_KIND_OF_STATE = {"swa": PoolKind.SWA, "nsa": PoolKind.INDEXER, "dsa": PoolKind.INDEXER}
 T = TypeVar("T")
 Sides = tuple[np.ndarray, np.ndarray]  # memory here and at the peer, see `host_code.describe_pages`
 
@@ -40,7 +42,7 @@ class _Peer:
     """A decode rank that this rank sends to."""
 
     registration: Any  # SGLang's, kept to see that the peer registers anew
-    # Addresses of record buffers (here, there) by slot space. None: records are not sent
+    # Addresses of record buffers (here, there) by kind of the group. None: records are not sent
     bases: Mapping[PoolKind, tuple[tuple[int, int], ...]] | None
     devices: tuple[int, int]  # of the memory here and there
     notice: Notice | None  # None: it has no canary, so it is told nothing
@@ -98,7 +100,7 @@ class RecordSender:
         return None if arrive is None else arrive()
 
     def send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
-        """The same for the pages of the SWA window. `indices`, `targets`: of each of SGLang's state components."""
+        """The same for the pages of states. `indices`, `targets`: of each of SGLang's state components."""
         return self.contained(peer, self._send_states, peer, indices, targets) or 0
 
     def notice(self, peer: str, room: int) -> Notice | None:
@@ -154,15 +156,16 @@ class RecordSender:
         return (here, there) if len(here) else None
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
-        from sglang.srt.disaggregation.base.conn import StateType
-
+        status = 0
         types = self._manager.kv_args.state_types
-        at = types.index(StateType.SWA) if StateType.SWA in types else len(types)
-        if at >= len(indices) or indices[at] is None or at >= len(targets):
-            return 0
-        count = min(len(indices[at]), len(targets[at]))
-        pages = (np.asarray(side[at][:count], np.int32) for side in (indices, targets))
-        return self._start(peer, *pages, PoolKind.SWA)()
+        for state, here, there in zip(types, indices, targets, strict=False):
+            kind = _KIND_OF_STATE.get(state.value)
+            if kind is None or here is None:
+                continue
+            count = min(len(here), len(there))
+            pages = (np.asarray(side[:count], np.int32) for side in (here, there))
+            status = status or self._start(peer, *pages, kind)()
+        return status
 
     def _peer(self, name: str) -> _Peer:
         registration = self._manager.decode_kv_args_table[name]
@@ -225,7 +228,7 @@ class RecordSender:
         """`pointers`: of the peer's record buffers that ours go to, the target's, then the draft's."""
         pairs = list(zip(self._buffers, pointers, strict=False))
         return {
-            kind: tuple((ours.data_ptr(), to) for (space, ours), to in pairs if space is kind)
+            kind: tuple((ours.data_ptr(), to) for (of, ours), to in pairs if of is kind)
             for kind in PoolKind
         }
 

@@ -40,3 +40,5 @@ class TransferAnswers:
     heeds_damage: bool = False  # a decode server fails requests whose notice says why
     # A prefill rank ends the transfer of a request that has read damage as failed, for every decode server
     fails_damaged: bool = False
+    # Index keys of the prefix that a decode rank has cached are sent, too
+    resends_cached_keys: Callable[[], bool] = lambda: True

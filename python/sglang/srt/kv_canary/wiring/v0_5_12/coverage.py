@@ -71,13 +71,13 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         _PARTLY,
-        "also with EAGLE, LoRA, images, HiCache, or data-parallel ranks; content needs equal TP and PP; not run on a "
-        "GPU; see docs/disaggregation.md",
+        "MHA, MLA, NSA and SWA pools. Also with EAGLE, LoRA, images, HiCache, or data-parallel ranks. Content needs "
+        "equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",
         _PARTLY,
-        "its backend UCX; also with EAGLE; content needs equal TP; see docs/disaggregation.md",
+        "its backend UCX; pools as over Mooncake; also with EAGLE; content needs equal TP; see docs/disaggregation.md",
     ),
     PathSupport(
         "speculative: in step with other ranks",

@@ -66,14 +66,14 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         Coverage.PARTLY,
-        f"content needs equal TP and PP; HiCache on the prefill server, on 0.5.23 on both; {NO_GPU}; "
-        "see docs/disaggregation.md",
+        "MHA, MLA, DSA and SWA pools. Content needs equal TP and PP; HiCache on the prefill server, on 0.5.23 on both; "
+        f"{NO_GPU}; see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",
         Coverage.PARTLY,
-        f"its backend UCX; content needs equal TP, transfers of K and V equal PP; HiCache as over Mooncake; {NO_GPU}; "
-        "see docs/disaggregation.md",
+        "its backend UCX; pools and HiCache as over Mooncake. Content needs equal TP, transfers of K and V equal PP; "
+        f"{NO_GPU}; see docs/disaggregation.md",
     ),
     PathSupport(
         "unified memory (--enable-unified-memory)",

@@ -54,6 +54,13 @@ def _send(manager: Any, address: Any, message: Sequence[bytes]) -> None:
     manager._send_multipart_locked(address.to_tcp(), list(message), is_ipv6=address.is_ipv6)
 
 
+def _resends_cached_keys() -> bool:
+    """0.5.22 does. 0.5.23 sends what follows the prefix."""
+    from sglang.srt.disaggregation import prefill
+
+    return not hasattr(prefill, "suffix_page_indices")
+
+
 TRANSFERS = TransferAnswers(
     transports={"mooncake": _mooncake, "nixl": _nixl},
     committed=lambda request: request.kv.kv_committed_len,
@@ -63,4 +70,5 @@ TRANSFERS = TransferAnswers(
     send=_send,
     is_computed_again=lambda request: getattr(request, "pd_rebootstrap_in_progress", False),
     fails_damaged=True,
+    resends_cached_keys=_resends_cached_keys,
 )
