@@ -27,7 +27,7 @@ from .swept_slots import wait_for_sweep
 
 __all__ = ["COPY", "DECODE", "PREFILL", "RecordComponent", "transfer_hooks"]
 
-_WITH_INDEXER = ("DSATokenToKVPool", "NSATokenToKVPool")  # its name until 0.5.12.post1
+_WITH_INDEXER = ("DSATokenToKVPool", "NSATokenToKVPool")  # the latter on 0.5.12.post1
 _LATENT = ("MLATokenToKVPool", *_WITH_INDEXER)
 _DRAFT_POOLS = ("MHATokenToKVPool", *_LATENT)
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
