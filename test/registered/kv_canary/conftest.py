@@ -123,6 +123,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_context_parallel.py",
     "e2e/test_e2e_disaggregation.py",
     "e2e/test_e2e_disaggregation_dsa.py",
+    "e2e/test_e2e_disaggregation_hybrid.py",
     "e2e/test_e2e_disaggregation_images.py",
     "e2e/test_e2e_disaggregation_lora.py",
     "e2e/test_e2e_disaggregation_nixl.py",

@@ -126,9 +126,7 @@ class CleanPair(Pair):
     def test_clean_run(self) -> None:
         report = self.serve(TrafficShape(self.requests, seed=3, flushes=1, name="clean"))
         assert report.requests == self.requests
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
 
 class OverAPrefixCache:

@@ -101,8 +101,8 @@ def _args(**more: Any) -> Any:
 def test_what_goes_beside_windows() -> None:
     pool = MHATokenToKVPoolHost()
     for args in ({}, {"disaggregation_mode": "prefill"}):
-        refuse_beside_other_pools(_group(kv=pool, swa=pool), _args(**args))
-    refuse_beside_other_pools(_group(kv=pool, mamba=pool), _args())
+        for name in ("swa", "mamba"):
+            refuse_beside_other_pools(_group(kv=pool, **{name: pool}), _args(**args))
     everything = _args(hicache_storage_backend="file", disaggregation_mode="decode")
     refuse_beside_other_pools(_group(kv=pool, indexer=pool), everything)
 
@@ -113,7 +113,7 @@ def test_what_goes_beside_windows() -> None:
         ("swa", {"hicache_storage_backend": "file"}, "windows .* --hicache-storage-backend or"),
         ("swa", {"disaggregation_mode": "decode"}, "windows .* --disaggregation-mode or"),
         ("mamba", {"hicache_storage_backend": "file"}, "linear .* --hicache-storage-backend or"),
-        ("mamba", {"disaggregation_mode": "prefill"}, "linear .* --disaggregation-mode or"),
+        ("mamba", {"disaggregation_mode": "decode"}, "linear .* --disaggregation-mode or"),
     ],
 )
 def test_what_does_not_is_refused_by_name(pool: str, asked: dict[str, str], says: str) -> None:

@@ -21,6 +21,7 @@ from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_
 from sglang_kv_canary.transfer.notice import NO_TOKEN, Notice, NoticeBoard, SentChunks
 from sglang_kv_canary_rigs.backends import REFERENCE
 from sglang_kv_canary_rigs.pool_fixtures import (
+    make_hybrid_linear_pool,
     make_mha_pool,
     make_mla_pool,
     make_nsa_pool,
@@ -539,6 +540,32 @@ def test_a_pool_whose_transfers_are_not_covered_is_refused():
     with pytest.raises(CanaryStartupError, match="DeepSeekV4TokenToKVPool are not covered"):
         _refuse_unknown_pool(DeepSeekV4TokenToKVPool())
     _refuse_unknown_pool(make_nsa_pool().pool)
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_the_pool_inside_a_hybrid_pool_decides(use_mla):
+    from sglang_kv_canary.wiring.disaggregation import _refuse_unknown_pool
+
+    class UnknownPool:
+        pass
+
+    pool = make_hybrid_linear_pool(use_mla=use_mla).pool
+    _refuse_unknown_pool(pool)
+    pool.full_kv_pool = UnknownPool()
+    with pytest.raises(CanaryStartupError, match="pool in HybridLinearKVPool UnknownPool are not"):
+        _refuse_unknown_pool(pool)
+
+
+def test_pipeline_stages_of_a_hybrid_pool_are_refused():
+    from sglang_kv_canary.wiring.disaggregation import _refuse_hybrid_stages
+
+    hybrid, other = make_hybrid_linear_pool().pool, SimpleNamespace()
+    for stages, pool in ((1, hybrid), (2, other)):
+        _refuse_hybrid_stages(SimpleNamespace(pp_size=stages), pool)
+    with pytest.raises(
+        CanaryStartupError, match=r"stages with HybridLinearKVPool\..* Remove --pp-size"
+    ):
+        _refuse_hybrid_stages(SimpleNamespace(pp_size=2), hybrid)
 
 
 if __name__ == "__main__":

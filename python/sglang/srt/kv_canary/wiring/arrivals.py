@@ -111,7 +111,7 @@ def arrival_of(scheduler: Any, request: Any, extent: Extent) -> Arrival:
         notice = Notice(where, False, False, "it has no canary of this kind")
     if notice.has_records:
         notice = _comparable(scheduler, request, notice)
-    if context.drafts and not notice.has_draft_records and (count := _news(where, _NO_DRAFT)):
+    if context.drafts and not notice.has_draft_records and (count := news(where, _NO_DRAFT)):
         logger.warning(
             "kv-canary: %s prefill server at %s. Its slots are not checked until the draft model writes them "
             "(requests so far: %d)",
@@ -119,7 +119,7 @@ def arrival_of(scheduler: Any, request: Any, extent: Extent) -> Arrival:
             where,
             count,
         )
-    if notice.why and (count := _news(where, notice.why)):
+    if notice.why and (count := news(where, notice.why)):
         what = "the bytes of KV" if notice.has_records else "KV"
         logger.warning(
             "kv-canary: %s from the prefill server at %s is not checked on arrival: %s. Later reads are "
@@ -147,7 +147,7 @@ def _comparable(scheduler: Any, request: Any, notice: Notice) -> Notice:
     return replace(notice, has_records=False, has_draft_records=False, why=why) if why else notice
 
 
-def _news(peer: str, what: str) -> int:
+def news(peer: str, what: str) -> int:
     """How many requests this was so for, if it is time to say it: at the first one, and at each hundredfold. Or 0."""
     context.told[peer, what] += 1
     count = context.told[peer, what]

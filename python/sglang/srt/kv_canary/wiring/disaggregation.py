@@ -29,7 +29,9 @@ __all__ = ["COPY", "DECODE", "PREFILL", "RecordComponent", "transfer_hooks"]
 
 _WITH_INDEXER = ("DSATokenToKVPool", "NSATokenToKVPool")  # the latter on 0.5.12.post1
 _LATENT = ("MLATokenToKVPool", *_WITH_INDEXER)
-_DRAFT_POOLS = ("MHATokenToKVPool", *_LATENT)
+_PLAIN_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+_HYBRID = "HybridLinearKVPool"
+_DRAFT_POOLS = ("MHATokenToKVPool", *_LATENT, _HYBRID)
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
 _NO_NAME = "that server does not know the name of the request's LoRA adapter"
 _NOT_CHECKING = "its canary has stopped checking"
@@ -43,6 +45,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     _refuse_unknown_pool(queue.token_to_kv_pool)
     args = release().settled(queue.scheduler.server_args)
     _refuse_cached_states(args, queue.token_to_kv_pool)
+    _refuse_hybrid_stages(args, queue.token_to_kv_pool)
     _refuse_mixed_up_stages(args, queue)
     with ExitStack() as plain:
         plain.enter_context(plain_lists(queue.token_to_kv_pool))
@@ -69,13 +72,16 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
 
 
 def _refuse_unknown_pool(pool: Any, known: tuple[str, ...] = _POOLS, what: str = "KV pool") -> None:
-    """States of linear layers have no records, and slots that stand for several tokens are sent in parts."""
+    """Slots that stand for several tokens are sent in parts."""
     name = type(pool).__name__
     if name not in known:
         raise startup_error(
             f"transfers of the {what} {name} are not covered (known: {', '.join(known)}).",
             TRANSFERS,
         )
+    # Other layers of a hybrid model have no KV. SGLang sends their states apart.
+    if name == _HYBRID:
+        _refuse_unknown_pool(pool.full_kv_pool, _PLAIN_POOLS, f"full-attention pool in {name}")
 
 
 def _refuse_cached_states(args: Any, pool: Any) -> None:
@@ -112,6 +118,15 @@ def _refuse_mixed_up_stages(args: Any, queue: Any) -> None:
                 "Remove --speculative-algorithm or --pp-size.",
                 TRANSFERS,
             )
+
+
+def _refuse_hybrid_stages(args: Any, pool: Any) -> None:
+    if args.pp_size > 1 and type(pool).__name__ == _HYBRID:
+        raise startup_error(
+            f"no run has checked transfers of pipeline stages with {_HYBRID}. 0.5.12.post1 itself pairs their layers "
+            "and states wrongly with those of another number of stages. Remove --pp-size.",
+            TRANSFERS,
+        )
 
 
 def _layout(page_size: int) -> TransferLayout:

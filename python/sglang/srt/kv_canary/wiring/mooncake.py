@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout
 from ..transfer.notice import NoticeBoard
+from .arrivals import news
 from .context import context
 from .record_sender import Arrive, RecordSender, Sides, as_they_are, wrap_method
 from .releases import release
@@ -14,7 +17,10 @@ from .transfer_answers import Transport
 
 __all__ = ["MOONCAKE"]
 
+logger = logging.getLogger(__name__)
+
 _FAILED = -1  # a status with which SGLang fails the transfer
+_LOST = "Mooncake has not sent states of linear-attention layers"
 HEADER = b"KV_CANARY"  # of our messages, which SGLang's receiver reads as those of AUX_DATA
 
 
@@ -41,7 +47,9 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     ) -> int:
         status = original(request, indices, *args, **more)
         session = request.mooncake_session_id
-        # SGLang ignores the status of states: pages without records are found on arrival.
+        # Where SGLang ignores the status, window pages without records are found on arrival, and states are not.
+        if status and release().transfers.ignores_lost_states:
+            sender.contained(session, _say_states_are_lost, kv_manager, request)
         return status or sender.send_states(session, indices, request.dst_state_indices)
 
     def send_aux(original: Callable[..., int], request: Any, *args: Any, **more: Any) -> int:
@@ -56,6 +64,21 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         wrap_method(kv_manager, name, send_pages)
     wrap_method(kv_manager, "maybe_send_extra", send_state)
     wrap_method(kv_manager, "send_aux", send_aux)
+
+
+def _say_states_are_lost(kv_manager: Any, request: Any) -> None:
+    from sglang.srt.disaggregation.base.conn import StateType
+
+    where = f"{safe_text(request.endpoint)}:{request.dst_port}"
+    lost = StateType.MAMBA in kv_manager.kv_args.state_types
+    if lost and (count := news(where, _LOST)):
+        logger.error(
+            "kv-canary: %s to the decode server at %s. SGLang does not look at that. Answers go on from what other "
+            "requests left in their slots, and nothing checks it (requests so far: %d)",
+            _LOST,
+            where,
+            count,
+        )
 
 
 def _announce(kv_manager: Any, sender: RecordSender, request: Any) -> bool:

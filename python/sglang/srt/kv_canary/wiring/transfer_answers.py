@@ -37,6 +37,7 @@ class TransferAnswers:
     send: Callable[[Any, Any, Sequence[bytes]], None]
     # Its KV was dropped, and the prefill server has computed all of it again
     is_computed_again: Callable[[Any], bool] = lambda _: False
+    ignores_lost_states: bool = False  # an error of Mooncake for states does not fail the request
     heeds_damage: bool = False  # a decode server fails requests whose notice says why
     # A prefill rank ends the transfer of a request that has read damage as failed, for every decode server
     fails_damaged: bool = False

@@ -46,5 +46,6 @@ TRANSFERS = TransferAnswers(
     is_fake=_is_fake,
     parallelism=_parallelism,
     send=_send,
+    ignores_lost_states=True,
     heeds_damage=True,
 )

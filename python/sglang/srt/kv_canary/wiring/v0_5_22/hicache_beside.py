@@ -15,18 +15,17 @@ _WINDOWS, _STATES = "sliding windows", "linear attention"
 def refuse_beside_other_pools(host_pool_group: Any, args: Any) -> None:
     """Raises CanaryStartupError for `args` with which HiCache's windows or states are not followed."""
     names = {entry.name for entry in host_pool_group.entries}
-    if WINDOWS in names:
-        _refuse(_WINDOWS, args, refuses_pair=args.disaggregation_mode == "decode")
-    if STATES in names:
-        _refuse(_STATES, args, refuses_pair=args.disaggregation_mode != "null")
+    for pool, beside in ((WINDOWS, _WINDOWS), (STATES, _STATES)):
+        if pool in names:
+            _refuse(beside, args)
 
 
-def _refuse(beside: str, args: Any, refuses_pair: bool) -> None:
+def _refuse(beside: str, args: Any) -> None:
     if args.hicache_storage_backend is not None:
         what = "is stored and fetched in parts, which the records of a page do not follow"
         raise _refusal(beside, what, "--hicache-storage-backend")
-    if refuses_pair:
-        what = "is not followed on this server of a prefill-decode pair"
+    if args.disaggregation_mode == "decode":
+        what = "is not followed on a decode server"
         raise _refusal(beside, what, "--disaggregation-mode")
 
 
