@@ -10,11 +10,13 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.eagle_mode import V1
 from sglang_kv_canary.testing.hicache_mode import SMALL_POOL
+from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_hybrid_serving import EagleHybridE2EBase
 from sglang_kv_canary_rigs.eagle_serving import scripted_answer
 from sglang_kv_canary_rigs.hicache_serving import prompts
+from sglang_kv_canary_rigs.kimi_serving import LATENT, LATENT_ODD
 from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import (
     BY_HAND,
@@ -139,6 +141,33 @@ class TestOverNixl(Hybrid, DamagedPair):
 
 
 @BY_HAND
+class TestLatentRows(DamagedPair):
+    """Kimi Linear, with two layers of full attention."""
+
+    mode_name: ClassVar = LATENT
+    plugins: ClassVar = PLUGINS
+
+
+@BY_HAND
+class TestLatentRowsOverNixl(TestLatentRows):
+    transport: ClassVar = OverNixl
+
+
+@BY_HAND
+@on_newer_releases
+class TestThreeLayersOfLatentRows(TestLatentRows):
+    mode_name: ClassVar = LATENT_ODD
+
+
+@BY_HAND
+@refused_on_newer_releases
+def test_a_layer_that_sglang_does_not_send_is_refused() -> None:
+    serving = PdServing(MODES[LATENT_ODD], CHECKED, plugins=PLUGINS)
+    with pytest.raises(RuntimeError, match="last of 3 buffers of latent rows"), serving:
+        pass
+
+
+@BY_HAND
 @on_newer_releases
 class TestPrefixCacheOnTheDecodeServer(Hybrid, OverAPrefixCache, CleanPair):
     transport: ClassVar = CachingServing
@@ -201,6 +230,18 @@ class TestToOneRank(BetweenRanks):
 @BY_HAND
 class TestFromOneRank(BetweenRanks):
     transport: ClassVar = FromOneRank
+
+
+@BY_HAND
+class TestLatentRowsToOneRank(BetweenRanks):
+    """0.5.12.post1 cuts them. Nothing checks the bytes, so both logs say so."""
+
+    mode_name: ClassVar = LATENT
+    transport: ClassVar = ToOneRank
+
+    def test_rows_that_are_cut(self) -> None:
+        says = "SGLang cuts latent rows of a hybrid model"
+        assert (says in self.serving.prefill.stderr) == (not release().has_own_canary)
 
 
 @BY_HAND

@@ -152,6 +152,13 @@ def test_stages_whose_layers_sglang_mixes_up(stage, whole, mistaken):
     assert stage.mix_up_with(replace(other, pp_size=2, **whole)) is None
 
 
+@pytest.mark.parametrize(("cuts_rows", "ranks"), [(0, 2), (1, 1), (1, 2)])
+def test_latent_rows_that_sglang_cuts(cuts_rows, ranks):
+    here = replace(LATENT, cuts_rows=cuts_rows)
+    mix_up = here.mix_up_with(replace(LATENT, tp_size=ranks))
+    assert (mix_up is not None) is (cuts_rows == 1 and ranks == 2)
+
+
 def test_partial_content_is_comparable_with_its_own_mode_only():
     """It selects bytes by position."""
     modes = ContentMode.PARTIAL, ContentMode.ALL
@@ -554,6 +561,25 @@ def test_the_pool_inside_a_hybrid_pool_decides(use_mla):
     pool.full_kv_pool = UnknownPool()
     with pytest.raises(CanaryStartupError, match="pool in HybridLinearKVPool UnknownPool are not"):
         _refuse_unknown_pool(pool)
+
+
+@pytest.mark.parametrize("of_newer", [{"is_hybrid_mla_backend": True}, {}])
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_latent_rows_of_a_hybrid_pool_are_known_for_what_they_are(use_mla, of_newer):
+    """0.5.12.post1 takes them for K and V."""
+    from sglang_kv_canary.wiring.disaggregation import _refuse_unsent_rows, _takes_rows_for_heads
+
+    pool = make_hybrid_linear_pool(full_attention_layer_ids=(1, 3, 4), use_mla=use_mla).pool
+    args = SimpleNamespace(kv_data_ptrs=pool.get_contiguous_buf_infos()[0])
+    manager = SimpleNamespace(is_mla_backend=False, kv_args=args, **of_newer)
+    takes = _takes_rows_for_heads(manager, pool)
+    assert takes is (use_mla and not of_newer)
+    assert not _takes_rows_for_heads(manager, make_mla_pool().pool)
+    if takes:
+        with pytest.raises(CanaryStartupError, match="last of 3 buffers"):
+            _refuse_unsent_rows(manager)
+        args.kv_data_ptrs.pop()
+        _refuse_unsent_rows(manager)
 
 
 def test_pipeline_stages_of_a_hybrid_pool_are_refused():

@@ -163,6 +163,7 @@ def test_layers_that_sglang_may_mix_up_are_told_on_both_servers(
         assert (notice.has_records, notice.keeps_content) == (True, False)
         assert "may write layers of a stage to others" in notice.why
     assert caplog.text.count("KV for the decode server at 127.0.0.1:1 may be wrong") == 1
+    assert caplog.text.count("draft model. Give both servers a draft model, or neither") == 1
     assert sender.notice("alike", 7).why == ""
 
 

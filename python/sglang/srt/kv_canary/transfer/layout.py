@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,9 @@ class TransferLayout:
     heeds_damage: int = 0  # 1: a notice with `damage` fails the request on arrival
     leaves_draft: int = 0  # 1: another pipeline stage of this server has the draft model
     unchecked_draft: int = 0  # 1: there is a draft model whose KV has no records
+    cuts_rows: int = (
+        0  # 1: SGLang takes latent rows for K and V, and cuts them for another number of ranks
+    )
 
     @classmethod
     def of(
@@ -83,19 +87,19 @@ class TransferLayout:
                 return f"the servers differ in {_NAMES[name]} ({mine} and {theirs})"
         return None
 
-    def mix_up_with(self, other: TransferLayout) -> str | None:
-        """What SGLang itself gets wrong between this stage, which sends, and a server of another number of stages.
+    def mix_up_with(self, other: TransferLayout) -> MixUp | None:
+        """What SGLang itself gets wrong between this server, which sends, and one with other parallelism.
 
         It tells the draft model's buffers from others by how many there are. None: nothing.
         """
+        if self.cuts_rows and self.tp_size != other.tp_size:
+            return _CUT_ROWS
         drafts_here, drafts_there = self._has_draft, other._has_draft
         mistaken = drafts_here and not drafts_there
         mistaken |= drafts_there and not drafts_here and self._keeps_halves_apart
         if self.pp_size == other.pp_size or not mistaken:
             return None
-        return (
-            "SGLang may write layers of a stage to others where one server alone has a draft model"
-        )
+        return _MIXED_LAYERS
 
     @property
     def _has_draft(self) -> bool:
@@ -118,6 +122,19 @@ class TransferLayout:
         return mine == theirs and self.draft_groups != 0
 
 
+class MixUp(NamedTuple):
+    why: str
+    remedy: str
+
+
+_CUT_ROWS = MixUp(
+    "SGLang cuts latent rows of a hybrid model as if they were heads",
+    "Give both servers the same tensor parallelism of attention, or install 0.5.22 or later",
+)
+_MIXED_LAYERS = MixUp(
+    "SGLang may write layers of a stage to others where one server alone has a draft model",
+    "Give both servers a draft model, or neither",
+)
 _LEAST = 7  # numbers after MAGIC in the first version
 
 

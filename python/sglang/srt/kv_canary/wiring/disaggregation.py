@@ -56,13 +56,17 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
             )
             plain.enter_context(plain_lists(queue.draft_token_to_kv_pool))
         kv_manager = original(queue)
+    cuts_rows = _takes_rows_for_heads(kv_manager, queue.token_to_kv_pool)
+    if cuts_rows:
+        _refuse_unsent_rows(kv_manager)
     backend = queue.scheduler.server_args.disaggregation_transfer_backend
     transport = release().transfers.transports[backend]()
     page_size = kv_manager.kv_args.page_size
     if queue.scheduler.enable_lora:
         context.adapters = AdapterNames(queue.scheduler.tp_worker.model_runner.lora_manager)
     if kv_manager.disaggregation_mode.value == "prefill":
-        transport.attach_sender(kv_manager, _layout(page_size))
+        layout = replace(_layout(page_size), cuts_rows=int(cuts_rows))
+        transport.attach_sender(kv_manager, layout)
         context.sends_kv = True
     else:
         transport.attach_receiver(kv_manager, context.notices)
@@ -125,6 +129,23 @@ def _refuse_hybrid_stages(args: Any, pool: Any) -> None:
         raise startup_error(
             f"no run has checked transfers of pipeline stages with {_HYBRID}. 0.5.12.post1 itself pairs their layers "
             "and states wrongly with those of another number of stages. Remove --pp-size.",
+            TRANSFERS,
+        )
+
+
+def _takes_rows_for_heads(kv_manager: Any, pool: Any) -> bool:
+    """0.5.12.post1 takes the latent rows of a hybrid model for K in one half of its layers, and V in the other."""
+    knows = kv_manager.is_mla_backend or getattr(kv_manager, "is_hybrid_mla_backend", False)
+    return type(pool).__name__ == _HYBRID and pool.use_mla and not knows
+
+
+def _refuse_unsent_rows(kv_manager: Any) -> None:
+    count = len(kv_manager.kv_args.kv_data_ptrs)
+    if count % 2:
+        raise startup_error(
+            f"SGLang itself does not send the last of {count} buffers of latent rows of a hybrid model: its "
+            "get_mha_kv_ptrs_with_pp takes one half of them for K and the other for V. Install 0.5.22 or later, or "
+            "remove --disaggregation-mode.",
             TRANSFERS,
         )
 

@@ -194,12 +194,11 @@ class RecordSender:
         mix_up = self._layout.mix_up_with(theirs)
         if mix_up is not None:
             logger.error(
-                "kv-canary: KV for the decode server at %s may be wrong, and nothing checks its bytes: %s. Give both "
-                "servers a draft model, or neither",
+                "kv-canary: KV for the decode server at %s may be wrong, and nothing checks its bytes: %s. %s",
                 where,
-                mix_up,
+                *mix_up,
             )
-        content = mix_up or self._layout.content_obstacle_to(theirs)
+        content = (mix_up and mix_up.why) or self._layout.content_obstacle_to(theirs)
         if obstacle is not None:
             logger.warning(
                 "kv-canary: KV is sent to the decode server at %s without records, because %s",
