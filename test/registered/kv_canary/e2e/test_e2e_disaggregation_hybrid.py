@@ -24,6 +24,7 @@ from sglang_kv_canary_rigs.pd_pairs import (
     FAULTS,
     HEALTH,
     LOG_OR_RAISE,
+    PAUSED_TOKENS,
     SWEPT,
     CleanPair,
     DamagedPair,
@@ -171,6 +172,30 @@ def test_a_layer_that_sglang_does_not_send_is_refused() -> None:
 @on_newer_releases
 class TestPrefixCacheOnTheDecodeServer(Hybrid, OverAPrefixCache, CleanPair):
     transport: ClassVar = CachingServing
+
+
+@BY_HAND
+@on_newer_releases
+class TestPause(Hybrid, Pair):
+    """The prefill server computes KV and state again."""
+
+    flags: ClassVar = SWEPT
+
+    def test_clean_run(self) -> None:
+        prompt = random_tokens(random.Random("pause"), 70)
+        whole = self.ask("whole", prompt, PAUSED_TOKENS)
+        answer = self.run(self.retract_while_decoding("paused", prompt))
+        assert answer["meta_info"]["num_retractions"] == 1
+        assert answer["output_ids"] == whole
+        self.assert_clean_and_all_checked()
+
+    @FAULTS
+    def test_damage_of_what_is_computed_again(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("damage"), 70)
+        self.run(self.retract_while_decoding("damaged", prompt, "reverse_slots"))
+        event = self.assert_violation("POSITION", reader="damaged")
+        assert event["reader"]["mode"] == "ARRIVAL"
 
 
 TWO_RANKS = {"tp_size": 2}
