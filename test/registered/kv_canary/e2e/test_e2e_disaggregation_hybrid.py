@@ -85,7 +85,7 @@ class TestHybrid(Hybrid, DamagedPair):
     def test_every_token_is_checked_on_arrival(self) -> None:
         before = self.checked_on_arrival()
         self.ask("counted", random_tokens(random.Random(1), 50), 1)
-        assert self.checked_on_arrival() - before >= 50
+        self.serving.wait_for(lambda: self.checked_on_arrival() - before >= 50, "all are checked")
 
     @FAULTS
     def test_a_state_that_does_not_arrive_is_not_found(self) -> None:
