@@ -118,8 +118,9 @@ class Pair(ServesPair, CanaryE2EBase):
         return counters["HEAD_K_FULL"]["written"] if counters else 0
 
     def checked_on_arrival(self) -> int:
-        """Slots that forwards have checked so far. Arrivals are among them."""
-        return self.settle()["HEAD_K_FULL"]["checked"]
+        """Slots that forwards have checked so far. Arrivals are among them. 0 before the first forward."""
+        counters = self.settle()
+        return counters["HEAD_K_FULL"]["checked"] if counters else 0
 
 
 class CleanPair(Pair):
