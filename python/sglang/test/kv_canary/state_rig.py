@@ -20,7 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_kv_canary.config import CanaryMode, ContentMode
-from sglang_kv_canary.wiring.v0_5_12.states import StateWatch
+from sglang_kv_canary.wiring.v0_5_12.states import PoolWatch
 
 from .manager_rig import ManagerRig
 from .pool_fixtures import RealPool
@@ -47,7 +47,7 @@ class StateRig:
         real = RealPool(allocator.get_kvcache(), allocator)
         rig = ManagerRig(mode, content, real, event_file=event_file, **settings)
         self.manager, self.allocator, self.pool = rig.manager, allocator, self.rows.mamba_pool
-        self.watch = StateWatch(self.manager, self.rows)
+        self.watch = PoolWatch(self.manager, self.rows)
         params = cache_params(
             allocator,
             1,

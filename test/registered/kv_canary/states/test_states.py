@@ -393,15 +393,15 @@ def test_a_slot_that_is_zeroed_before_the_sweep_has_read_it() -> None:
         rig.serve("a", PROMPT, tokens=1)
         rig.settle()
         (slot,) = cached_slots(rig)
-        read, late = rig.watch._print, []
+        read, late = rig.watch.printed, []
 
         def queued(slots: torch.Tensor, late: list = late) -> torch.Tensor:
             late.append((slots, torch.zeros_like(slots)))
             return late[-1][1]
 
-        rig.watch._print = queued
+        rig.watch.printed = queued
         rig.watch._sweep()
-        rig.watch._print = read
+        rig.watch.printed = read
         if evicts:
             rig.tree.evict_mamba(1)
         damage(rig, slot)
@@ -415,8 +415,8 @@ def test_a_flush_is_noted_before_the_sweep_reads() -> None:
     rig = StateRig(sweep_interval=1)
     rig.serve("a", PROMPT, tokens=1)
     rig.settle()
-    read, swept = rig.watch._print, []
-    rig.watch._print = lambda slots: (swept.append(slots.tolist()), read(slots))[1]
+    read, swept = rig.watch.printed, []
+    rig.watch.printed = lambda slots: (swept.append(slots.tolist()), read(slots))[1]
     rig.watch.on_idle(rig.manager)
     assert swept == [cached_slots(rig)]
     rig.flush()

@@ -120,8 +120,15 @@ class StateLedger:
         for slot in range(len(self.records)):
             self.records[slot] = StateRecord()
 
-    def copied(self, sources: Sequence[int], targets: Sequence[int], by: Actor) -> None:
-        for source, target in zip(sources, targets, strict=True):
+    def copied(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        by: Actor,
+        contents: Sequence[int] = (),
+    ) -> None:
+        """`contents`: fingerprints of the sources then, of all bytes. Empty: not taken."""
+        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             held, copy = self.records[source], self.records[target]
             if held.holder is Holder.UNKNOWN:  # so is what the copy has absorbed
                 self.records[target] = StateRecord(Holder.UNKNOWN, writer=held.writer)
@@ -132,7 +139,7 @@ class StateLedger:
                 held,
                 holder=copy.holder,
                 owner=copy.owner,
-                content=self._content_of_copy(held),
+                content=contents[i] if contents else self._content_of_copy(held),
                 freed=None,
             )
 
@@ -225,6 +232,8 @@ class StateLedger:
                     self._report(Reason.CHAIN, slot, by, length, expected_chain=chain)
             if length and content is not None and content == self._of_zeros:
                 self._report(Reason.NEVER_WRITTEN, slot, by, length, content_now=content)
+            else:  # of a copy that was made for the cache
+                self._compare(slot, content, by)
         start = 0 if chain is None else held.chained
         whole = prefix.chain(start, chain)
         self.records[slot] = StateRecord(

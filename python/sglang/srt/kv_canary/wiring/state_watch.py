@@ -1,0 +1,344 @@
+"""Follows the state pool of linear-attention layers, its prefix cache and the forwards. Releases say what differs.
+
+There are no hooks. The methods of the one state pool and the one prefix cache are wrapped on the objects, so a server
+without such layers pays nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import ContentMode
+from ..plan.anchor import anchor_of
+from ..pool_patcher.errors import UnsupportedPoolError
+from ..reports.violation import Actor
+from ..runner.step_observer import Observed, StepObserver
+from ..states.content import StateContent
+from ..states.journal import StateJournal
+from ..states.ledger import Prefix, StateLedger, Track, Use
+from .context import context
+from .guard import attempt_aside
+from .releases import release
+
+if TYPE_CHECKING:
+    from ..runner.manager import CanaryManager
+
+__all__ = ["Forward", "StateWatch", "copied", "first", "owner_of"]
+
+
+class StateWatch(StepObserver):
+    """Turns calls of SGLang into events of the ledger. `rows`: SGLang's request rows, which hold the state pool."""
+
+    tree_class: str  # of the prefix cache
+
+    def __init__(self, manager: CanaryManager, rows: Any) -> None:
+        self._manager, self._rows = manager, rows
+        pool = rows.mamba_pool
+        num_slots = pool.size + 1
+        self.content = _content_of(manager, pool, num_slots)
+        zeros = None if self.content is None else self.content.of_zeros
+        self.ledger = StateLedger(num_slots, zeros, self._found)
+        self.journal = StateJournal(self.ledger, torch.device(manager.identity.device))
+        self._swept, self._ticks = 0, 0
+        self.follow_slots()
+
+    def follow_slots(self) -> None:
+        """Wrap what hands out, frees, clears and copies slots: `wrap` with the notes below."""
+        raise NotImplementedError
+
+    def note_loads(
+        self, forward_batch: Any, requests: list[Any], slots: torch.Tensor
+    ) -> tuple[list[int], torch.Tensor]:
+        """On the forward stream, before the forward reads `slots`, int64[n] of `requests`.
+
+        Returns which of the requests have taken a copy of a cached state since their last forward, and fingerprints of
+        these copies, as far as they are to be compared.
+        """
+        raise NotImplementedError
+
+    def note_match(self, result: Any, params: Any) -> None:
+        """The prefix cache has answered a request."""
+        raise NotImplementedError
+
+    def anchor_of_prefix(self, key: Any) -> int:
+        """Chain anchor of what is cached under `key`, int64."""
+        raise NotImplementedError
+
+    def last_snapshot(self, request: Any) -> int | None:
+        """Tokens that the snapshot of the request's last prefill has absorbed."""
+        raise NotImplementedError
+
+    def at_rest(self) -> AbstractContextManager[Any]:
+        """Where the bytes of a state that has just been cached may be read: on the stream of what wrote them."""
+        return nullcontext()
+
+    def _found(self, finding: Any) -> None:
+        self._manager.violations.found(finding, self._manager.forward_ct)
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "slots": len(self.ledger.records),
+            "content": "none" if self.content is None else str(self._manager.config.content_mode),
+        }
+
+    # Observer
+
+    def attach_radix_cache(self, tree_cache: Any) -> None:
+        tree = getattr(tree_cache, "inner", tree_cache)  # of a StreamingSession
+        if type(tree).__name__ == self.tree_class:
+            self.wrap(tree, "insert", self._after_insert)
+            self.wrap(tree, "match_prefix", self.note_match)
+
+    def after_forwards(self, manager: Observed) -> None:
+        self._sweep()
+        self.journal.after_forwards(manager)
+
+    def on_idle(self, manager: Observed) -> bool:
+        self.journal.on_idle(manager)  # a flush may have unmapped what the ledger still lists
+        self._sweep()
+        return False
+
+    def on_finish(self, manager: Observed, deadline: float) -> None:
+        self.journal.on_finish(manager, deadline)
+
+    def warm_up(self) -> None:
+        """Compile what fingerprints a state."""
+        device = torch.device(self._manager.identity.device)
+        self.printed(torch.zeros(1, dtype=torch.int64, device=device))
+
+    def _sweep(self) -> None:
+        """Compare one state of the prefix cache at the sweep's interval."""
+        interval = self._manager.config.sweep_interval
+        self._ticks += 1
+        if self.content is None or not interval or self._ticks % interval:
+            return
+        slot = self.ledger.cached_slot_after(self._swept)
+        if slot is None:
+            return
+        self._swept, by = slot, self.actor("the sweep")
+        slots = torch.full((1,), slot, dtype=torch.int64, device=self._rows.mamba_pool.device)
+        held = self.ledger.records[slot]
+
+        def compare(content: int) -> None:
+            if self.ledger.records[slot] is held:
+                self.ledger.swept(slot, content, by)
+
+        def arrived(prints: list[int]) -> None:
+            # A slot freed after this event may have been zeroed before its bytes were read. By now that is noted, too.
+            self.journal.note(lambda: compare(prints[0]))
+
+        self.journal.note(arrived, self.printed(slots))
+
+    # Wrapped methods
+
+    def wrap(self, owner: Any, name: str, note: Callable[..., None], before: bool = False) -> None:
+        """Call `note` with the arguments of `owner.name`, and after the call with its result before them."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                self._attempt(note, *args, **kwargs)
+            result = original(*args, **kwargs)
+            if not before:
+                self._attempt(note, result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def _attempt(self, note: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        done = attempt_aside(lambda: (note(*args, **kwargs), True)[1])
+        if done is None:
+            self.journal.drop()
+
+    def note_alloc(self, slots: torch.Tensor | None, *_: Any) -> None:
+        if slots is not None:
+            self.journal.note(self.ledger.handed_out, copied(slots))
+
+    def note_free(self, free_index: torch.Tensor) -> None:
+        by = self.actor("free")
+        self.journal.note(lambda slots: self.ledger.freed(slots, by), copied(free_index))
+
+    def note_clear(self, _: Any) -> None:
+        self.journal.note(self.ledger.cleared)
+
+    def note_copy(
+        self,
+        _: Any,
+        src_index: torch.Tensor,
+        dst_index: torch.Tensor,
+        prints: torch.Tensor | None = None,
+    ) -> None:
+        """`prints`: fingerprints of the sources, of all bytes; None: not taken."""
+        by, ledger = self.actor("copy"), self.ledger
+        sources, targets = copied(src_index), copied(dst_index)
+        self.journal.note(
+            lambda *numbers: ledger.copied(numbers[0], numbers[1], by, numbers[2]),
+            sources,
+            targets,
+            sources[:0] if prints is None else prints,
+        )
+
+    def _after_insert(self, result: Any, params: Any) -> None:
+        if result.mamba_exist or params.mamba_value is None:
+            return
+        prefix, by = self.prefix_of(params.key), self.actor("insert into the prefix cache")
+        slots = copied(params.mamba_value)
+        with self.at_rest():
+            prints = self.printed(slots)
+        self.journal.note(
+            lambda slot, prints: self.ledger.cached(slot[0], prefix, first(prints), by),
+            slots,
+            prints,
+        )
+
+    def prefix_of(self, key: Any, length: int | None = None) -> Prefix:
+        """Of the prefix cache's `key`, or of its first `length` tokens."""
+        return Prefix(key.token_ids[:length], self.anchor_of_prefix(key))
+
+    def printed(self, slots: torch.Tensor) -> torch.Tensor:
+        """Fingerprints of these states, int64[n]. int64[0] without content. On the current stream."""
+        if self.content is None or not slots.numel():
+            return slots[:0]
+        return self.content.fingerprint(slots)
+
+    def actor(self, purpose: str, request: Any = None) -> Actor:
+        step = context.recorder.step_count
+        row = 0 if request is None else release().row_of(request) or 0
+        rid = None if request is None else request.rid
+        return Actor(self._manager.forward_ct, row, purpose, rid, step)
+
+    # Forwards
+
+    def note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
+        """On the forward stream, before the target's forward of `requests`. Never raises in mode `log`."""
+        if not forward_batch.forward_mode.is_idle():
+            self._attempt(self._note_forward, forward_batch, requests)
+
+    def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
+        forward = self._forward_of(forward_batch, requests)
+        slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
+        fresh, prints = self.note_loads(forward_batch, requests, slots)
+        self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
+        if forward_batch.mamba_track_mask is not None:
+            self.journal.note(
+                functools.partial(self._tracked, forward),
+                slots,
+                copied(forward_batch.mamba_track_mask),
+                copied(forward_batch.mamba_track_indices),
+            )
+
+    def _forward_of(self, forward_batch: Any, requests: list[Any]) -> Forward:
+        befores, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        tokens, snapshots = None, None
+        if forward_batch.forward_mode.is_extend():
+            pairs = list(zip(requests, befores, lengths, strict=True))
+            tokens = [_tokens_of(request, before, before + n) for request, before, n in pairs]
+            snapshots = [self.last_snapshot(request) or 0 for request in requests]
+        else:
+            befores = [length - 1 for length in forward_batch.seq_lens_cpu.tolist()]
+            lengths = [1] * len(befores)
+        if len(requests) != len(befores):
+            raise ValueError(
+                f"expected the {len(requests)} requests of the step in its forward, got {len(befores)}"
+            )
+        return Forward(
+            self._manager.forward_ct + 1,
+            context.recorder.step_count,
+            forward_batch.forward_mode.name,
+            requests,
+            [release().row_of(request) or 0 for request in requests],
+            befores,
+            lengths,
+            tokens,
+            snapshots,
+        )
+
+    def _used(
+        self, forward: Forward, fresh: list[int], slots: list[int], prints: list[int]
+    ) -> None:
+        contents, is_decode = dict(zip(fresh, prints, strict=True)), forward.tokens is None
+        for i, slot in enumerate(slots):
+            request, before = forward.requests[i], forward.befores[i]
+            if not (is_decode and self.ledger.goes_on(slot, request, before)):
+                self.ledger.used(slot, forward.use(i), contents.get(i))
+
+    def _tracked(
+        self, forward: Forward, sources: list[int], mask: list[int], slots: list[int]
+    ) -> None:
+        for i, slot in enumerate(slots):
+            if mask[i]:
+                self.ledger.tracked(slot, sources[i], Track(forward.use(i), forward.snapshot(i)))
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What the host knew of a forward when it was launched. Lists have an element for each request."""
+
+    number: int
+    step: int
+    mode: str
+    requests: list[Any]
+    rows: list[int]
+    befores: list[int]
+    lengths: list[int]
+    tokens: list[Sequence[int]] | None  # new tokens; None: a decode
+    snapshots: list[int] | None  # tokens that a snapshot has absorbed; None: all
+
+    def use(self, i: int) -> Use:
+        request, before, length = self.requests[i], int(self.befores[i]), int(self.lengths[i])
+        tokens = None if self.tokens is None else self.tokens[i]
+        if tokens is not None and len(tokens) < length:  # a decode in a mixed batch
+            tokens = None
+        return Use(
+            owner_of(request),
+            Actor(self.number, self.rows[i], self.mode, request.rid, self.step),
+            before,
+            before + length,
+            tokens,
+            anchor_of(release().namespace_of(request)),
+        )
+
+    def snapshot(self, i: int) -> int:
+        """Prefills say how far it reaches. Decodes take it of the whole state."""
+        return self.befores[i] + 1 if self.snapshots is None else self.snapshots[i]
+
+
+def _content_of(manager: CanaryManager, pool: Any, num_slots: int) -> StateContent | None:
+    mode = manager.config.content_mode
+    if mode is ContentMode.NONE:
+        return None
+    cache = pool.mamba_cache
+    layers = [buffer[i] for buffer in (*cache.conv, cache.temporal) for i in range(len(buffer))]
+    try:
+        return StateContent(manager.launcher.backend, layers, num_slots, mode)
+    except UnsupportedPoolError as error:
+        raise UnsupportedPoolError(f"states of {type(pool).__name__}: {error}") from error
+
+
+def copied(numbers: torch.Tensor) -> torch.Tensor:
+    """int64[n] of what may be a view of a tensor that SGLang overwrites."""
+    return numbers.reshape(-1).to(torch.int64, copy=True)
+
+
+def first(numbers: list[int]) -> int | None:
+    return numbers[0] if numbers else None
+
+
+def owner_of(request: Any) -> object:
+    """None for a streaming session, whose turns are different requests."""
+    if request.session is not None and request.session.streaming:
+        return None
+    return request
+
+
+def _tokens_of(request: Any, start: int, end: int) -> Sequence[int]:
+    tokens, count = release().tokens_of(request)
+    return tokens[start : min(end, count)]
