@@ -212,7 +212,7 @@ def make_swa_pool(
         full_attention_layer_ids=full_ids,
         device=device,
         token_to_kv_pool_class=sub_pool_class or MHATokenToKVPool,
-        **_taken_by(SWAKVPool.__init__, enable_kvcache_transpose=False),
+        **taken_by(SWAKVPool.__init__, enable_kvcache_transpose=False),
         **kwargs,
     )
     allocator = swa_allocator_class()(
@@ -230,7 +230,7 @@ def swa_allocator_class() -> type:
     return SWATokenToKVPoolAllocator
 
 
-def _taken_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def taken_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of `arguments` that `function` names: newer releases have dropped some."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names}
@@ -286,7 +286,7 @@ def make_hybrid_linear_pool(
         full_attention_layer_ids=list(full_attention_layer_ids),
         device=device,
         mamba_pool=mamba_pool,
-        **_taken_by(HybridLinearKVPool.__init__, enable_kvcache_transpose=False),
+        **taken_by(HybridLinearKVPool.__init__, enable_kvcache_transpose=False),
         use_mla=use_mla,
         kv_lora_rank=32,
         qk_rope_head_dim=16,
@@ -354,7 +354,7 @@ def make_dsv4_pool(
             page_size=page_size,
             swa_page_size=page_size,
             dtype=torch.float8_e4m3fn,
-            **_taken_by(DeepSeekV4TokenToKVPool.__init__, **dict.fromkeys(state, torch.float32)),
+            **taken_by(DeepSeekV4TokenToKVPool.__init__, **dict.fromkeys(state, torch.float32)),
             qk_nope_head_dim=448,
             qk_rope_head_dim=64,
             indexer_head_dim=128,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .pool_fixtures import make_mha_pool
+from .pool_fixtures import make_mha_pool, taken_by
 
 POOL_SLOTS = 192
 SWA_SLOTS = 128
@@ -290,9 +290,9 @@ def make_mamba_pools(
         head_num=1,
         head_dim=4,
         full_attention_layer_ids=[1],
-        enable_kvcache_transpose=False,
         device="cpu",
         mamba_pool=rows.mamba_pool,
+        **taken_by(HybridLinearKVPool.__init__, enable_kvcache_transpose=False),
     )
     return rows, TokenToKVPoolAllocator(slots, torch.float32, "cpu", pool, need_sort=False)
 

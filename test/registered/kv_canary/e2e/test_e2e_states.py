@@ -4,11 +4,14 @@ import sys
 from typing import ClassVar
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.gdn_serving import GDN
 from sglang_kv_canary_rigs.session_turns import take_turns
 from sglang_kv_canary_rigs.state_faults import DAMAGE, LOST_COPY, break_states
 
@@ -17,6 +20,11 @@ pytestmark = pytest.mark.skipif(release().states is None, reason="not checked on
 
 TAG = "STATE_K_FULL"
 PROMPT = list(range(10, 60))
+LONG = list(range(10, 200))  # SGLang keeps states of whole chunks of 64 tokens
+needs_gdn = pytest.mark.skipif(
+    not torch.cuda.is_available() or not release().has_own_canary,
+    reason="its kernels need a GPU, and its configuration is that of newer releases",
+)
 
 
 class TestHybridRaise(CanaryE2EBase):
@@ -75,6 +83,50 @@ class TestHybridFaults(CanaryE2EBase):
         self.expect_violations()
         self.generate("a", [*PROMPT, LOST_COPY], 4)
         self.assert_violation("CONTENT" if release().has_own_canary else "NEVER_WRITTEN", TAG)
+
+
+@needs_gdn
+class TestGdnRaise(CanaryE2EBase):
+    """Snapshots, which SGLang takes by default where it can, with overlap scheduling and decode graphs."""
+
+    mode_name = GDN.name
+    flags: ClassVar = TestHybridRaise.flags
+    strategy: ClassVar = "extra_buffer"
+
+    def test_clean(self) -> None:
+        report = self.serve(TrafficShape(120, seed=8, abort_share=0.1))
+        assert report.requests == 120
+        (active,) = self.serving.events("active")
+        assert active["states"] == {"slots": 3 * consts.STATE_SLOTS + 1, "content": "all"}
+        assert self.serving.events("internal_error") == []
+        answered = self.serving.get("/server_info")
+        assert answered["mamba_radix_cache_strategy"] == self.strategy
+
+
+@needs_gdn
+class TestGdnWithoutSnapshots(TestGdnRaise):
+    flags: ClassVar = {
+        **TestGdnRaise.flags,
+        "mamba_radix_cache_strategy": "no_buffer",
+        "disable_overlap_schedule": True,
+    }
+    strategy: ClassVar = "no_buffer"
+
+
+@needs_gdn
+class TestGdnFaults(CanaryE2EBase):
+    mode_name = GDN.name
+    plugins: ClassVar = [break_states]
+
+    def test_clean(self) -> None:
+        self.generate("a", LONG, 4)
+        self.generate("b", [*LONG, 7], 4)
+
+    def test_damage_in_the_cache(self) -> None:
+        self.expect_violations()
+        self.generate("a", [*LONG, DAMAGE], 4)
+        self.generate("b", [*LONG, DAMAGE, 7], 4)
+        self.assert_violation("CONTENT", TAG, reader="b")
 
 
 if __name__ == "__main__":

@@ -52,15 +52,14 @@ class StateWatch(StepObserver):
         """Wrap what hands out, frees, clears and copies slots: `wrap` with the notes below."""
         raise NotImplementedError
 
-    def note_loads(
-        self, forward_batch: Any, requests: list[Any], slots: torch.Tensor
+    def fresh_copies(
+        self, requests: list[Any], slots: torch.Tensor
     ) -> tuple[list[int], torch.Tensor]:
         """On the forward stream, before the forward reads `slots`, int64[n] of `requests`.
 
-        Returns which of the requests have taken a copy of a cached state since their last forward, and fingerprints of
-        these copies, as far as they are to be compared.
+        Returns which of the requests have copies of cached states that are to be compared now, and their fingerprints.
         """
-        raise NotImplementedError
+        return [], slots[:0]
 
     def note_match(self, result: Any, params: Any) -> None:
         """The prefix cache has answered a request."""
@@ -225,7 +224,7 @@ class StateWatch(StepObserver):
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         forward = self._forward_of(forward_batch, requests)
         slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
-        fresh, prints = self.note_loads(forward_batch, requests, slots)
+        fresh, prints = self.fresh_copies(requests, slots)
         self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
         if forward_batch.mamba_track_mask is not None:
             self.journal.note(

@@ -79,8 +79,8 @@ class PoolWatch(StateWatch):
             self.printed(slots[:0] if waits else slots[:1]),
         )
 
-    def note_loads(
-        self, forward_batch: Any, requests: list[Any], slots: torch.Tensor
+    def fresh_copies(
+        self, requests: list[Any], slots: torch.Tensor
     ) -> tuple[list[int], torch.Tensor]:
         fresh = [i for i, request in enumerate(requests) if request in self._loaded]
         self._loaded.difference_update([requests[i] for i in fresh])

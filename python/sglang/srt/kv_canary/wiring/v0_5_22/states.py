@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...plan.anchor import anchor_of
+from ...plan.upload import upload
 from ...reports.violation import Actor
+from ...runner.step_observer import Observed
 from ...states.ledger import Prefix
 from ..context import context
 from ..from_0_5_21.answers import salted, settled
+from ..releases import release
 from ..state_watch import StateWatch, copied, owner_of
 from .namespace import key_in_chains
 
@@ -67,17 +70,22 @@ class _Hit:
 
 
 class SlotWatch(StateWatch):
+    """A prefix hit names a cached state, and the request's next forward copies it before its layers run."""
+
     tree_class = "UnifiedRadixCache"
 
     def follow_slots(self) -> None:
         self._hits: weakref.WeakKeyDictionary[Any, _Hit] = weakref.WeakKeyDictionary()
-        self._noted: torch.Tensor | None = None  # sources of copies that the running forward makes
+        # Of the running forward: sources of its copies, and what notes it once they are made
+        self._sources: torch.Tensor | None = None
+        self._note_it: Callable[[], None] | None = None
         allocator = self._rows.mamba_allocator
         # Not `alloc`: a group is handed out at once, and what nobody takes of it is freed.
         self.wrap(allocator, "_do_alloc", self.note_alloc)
         self.wrap(allocator, "free", self.note_free, before=True)
         self.wrap(allocator, "clear", self.note_clear)
-        self.wrap(self._rows.mamba_pool, "copy_from", self._note_copy)
+        self.wrap(self._rows.mamba_pool, "copy_from", self._after_copy)
+        self.wrap(self._rows, "copy_mamba_state", self._after_loads)
 
     def anchor_of_prefix(self, key: Any) -> int:
         return anchor_of(salted(key_in_chains(key.extra_key), key.cache_salt))
@@ -96,6 +104,10 @@ class SlotWatch(StateWatch):
             context.forward_stream.wait_stream(cached_on)
             yield
 
+    @property
+    def _reads_all(self) -> bool:
+        return self.content is not None and self.content.reads_all
+
     def note_match(self, result: Any, params: Any) -> None:
         request = params.req
         if not params.cow_mamba or request is None or not result.device_prefix_len:
@@ -104,24 +116,43 @@ class SlotWatch(StateWatch):
             prefix = self.prefix_of(params.key, result.device_prefix_len)
             self._hits[request] = _Hit(prefix, self.actor("prefix hit", request))
 
-    def _note_copy(self, _: Any, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
-        """The cache gets a copy in a slot that still holds another state: nothing zeroes it."""
-        if src_indices is not self._noted:
-            reads_all = self.content is not None and self.content.reads_all
-            prints = self.printed(copied(src_indices)) if reads_all else None
+    def _after_copy(self, _: Any, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
+        """The cache gets a copy, in a slot that still held another state: nothing zeroes it."""
+        if src_indices is not self._sources:
+            prints = self.printed(copied(src_indices)) if self._reads_all else None
             self.note_copy(_, src_indices, dst_indices, prints)
 
-    def note_loads(
-        self, forward_batch: Any, requests: list[Any], slots: torch.Tensor
-    ) -> tuple[list[int], torch.Tensor]:
-        """What is copied is compared right before."""
-        sources = self._noted = forward_batch.mamba_cow_src_indices
-        if sources is not None and len(sources):
-            hits = [self._hits.pop(request, None) for request in requests]
-            loads = functools.partial(self._loaded, requests, hits)
-            held, targets = copied(sources), copied(forward_batch.mamba_cow_dst_indices)
-            self.journal.note(loads, slots, held, targets, self.printed(held))
-        return [], slots[:0]
+    # Forwards
+
+    def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
+        self._sources = forward_batch.mamba_cow_src_indices
+        note_it = functools.partial(super()._note_forward, forward_batch, requests)
+        if self._sources is None or not len(self._sources):
+            note_it()
+        else:
+            self._note_it = note_it
+            self._loading = requests, [self._hits.pop(request, None) for request in requests]
+
+    def _after_loads(self, _: Any, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
+        """The running forward has copied cached states, and reads them next."""
+        if self._note_it is None:
+            return
+        sources, targets = copied(src_index), copied(dst_index)
+        rows = [release().row_of(request) for request in self._loading[0]]
+        own = copied(self._rows.get_mamba_indices(upload(rows, sources.device)))
+        prints = self.printed(targets if self._reads_all else sources)
+        loads = functools.partial(self._loaded, *self._loading)
+        self.journal.note(loads, own, sources, targets, prints)
+        self._note_what_waits()
+
+    def _note_what_waits(self) -> None:
+        note_it, self._note_it = self._note_it, None
+        if note_it is not None:
+            note_it()
+
+    def after_forwards(self, manager: Observed) -> None:
+        self._attempt(self._note_what_waits)  # SGLang has not made the copies
+        super().after_forwards(manager)
 
     def _loaded(
         self,
@@ -132,6 +163,9 @@ class SlotWatch(StateWatch):
         targets: list[int],
         prints: list[int],
     ) -> None:
+        """`slots`: of `requests`. `prints`: of the copies; with content `partial`, which samples by slot, of the
+        sources.
+        """
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             at = slots.index(target)
             hit, content = hits[at], prints[i] if prints else None

@@ -1,0 +1,69 @@
+"""A small Qwen3-Next (gated delta net and full attention) as a mode of the end-to-end tests. It needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
+
+__all__ = ["GDN"]
+
+# Three layers with a state, one with KV. No experts: they add nothing to either.
+_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "mlp_only_layers": [0, 1, 2, 3],
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "max_position_embeddings": consts.CONTEXT_LENGTH,
+    "vocab_size": consts.VOCAB_SIZE,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _write(folder: str | Path) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "config.json").write_text(json.dumps(_CONFIG))
+    return str(folder)
+
+
+_HYBRID = MODES["hybrid"]
+GDN = MODES["gdn"] = ModeConfig(
+    name="gdn",
+    write_model=_write,
+    pools=("FULL",),
+    halves=("K", "V"),
+    server_args={
+        **_HYBRID.server_args,
+        # A request has three states: its own, and two for snapshots. SGLang takes these after chunks of 64 tokens.
+        "max_mamba_cache_size": 3 * consts.STATE_SLOTS,
+        "mamba_track_interval": 64,
+    },
+    cuda_args={"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"},
+)
