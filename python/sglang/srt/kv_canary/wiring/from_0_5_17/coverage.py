@@ -63,10 +63,11 @@ def served(
     where: str = "",
     more: Mapping[str, str] = MappingProxyType({}),
     without: Collection[str] = (),
+    states: str = "the full-attention layers beside them only",
 ) -> tuple[PathSupport, ...]:
     """`on_gpu`: the paths that have run on a GPU. `where`: on which of the releases. `more`: what to say of a path.
 
-    `without`: the paths that a family refuses, or says something else of.
+    `without`: the paths that a family refuses, or says something else of. `states`: what is covered of states.
     """
     ran = dict.fromkeys(on_gpu, where)
     partly = {
@@ -80,7 +81,7 @@ def served(
         PathSupport(
             "states of linear-attention layers",
             _PARTLY,
-            "the full-attention layers beside them only",
+            states,
         ),
         PathSupport(
             "sliding-window layers",

@@ -35,9 +35,13 @@ _MORE = {
 }
 
 _HERE = "run on a GPU with 0.5.23 only"
+_STATES = (
+    "owner and tokens of each state, and its bytes in the prefix cache; not beside most other paths, see "
+    f"docs/states.md; {_HERE}"
+)
 
 SERVED: tuple[PathSupport, ...] = (
-    *served(*_ON_GPU, where=_HERE, more=_MORE),
+    *served(*_ON_GPU, where=_HERE, more=_MORE, states=_STATES),
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
