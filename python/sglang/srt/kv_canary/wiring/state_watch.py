@@ -61,6 +61,10 @@ class StateWatch(StepObserver):
         """
         return [], slots[:0]
 
+    def may_track(self, forward_batch: Any) -> bool:
+        """Whether the forward may take a snapshot, as far as the host knows. Which ones it takes the device says."""
+        return True
+
     def note_match(self, result: Any, params: Any) -> None:
         """The prefix cache has answered a request."""
         raise NotImplementedError
@@ -226,7 +230,7 @@ class StateWatch(StepObserver):
         slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
         fresh, prints = self.fresh_copies(requests, slots)
         self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
-        if forward_batch.mamba_track_mask is not None:
+        if forward_batch.mamba_track_mask is not None and self.may_track(forward_batch):
             self.journal.note(
                 functools.partial(self._tracked, forward),
                 slots,

@@ -75,10 +75,13 @@ class SlotWatch(StateWatch):
     tree_class = "UnifiedRadixCache"
 
     def follow_slots(self) -> None:
+        from sglang.srt.runtime_context import mamba_cache_chunk_size
+
         self._hits: weakref.WeakKeyDictionary[Any, _Hit] = weakref.WeakKeyDictionary()
         # Of the running forward: sources of its copies, and what notes it once they are made
         self._sources: torch.Tensor | None = None
         self._note_it: Callable[[], None] | None = None
+        self._chunk = mamba_cache_chunk_size()  # tokens
         allocator = self._rows.mamba_allocator
         # Not `alloc`: a group is handed out at once, and what nobody takes of it is freed.
         self.wrap(allocator, "_do_alloc", self.note_alloc)
@@ -103,6 +106,11 @@ class SlotWatch(StateWatch):
         with torch.cuda.stream(context.forward_stream):
             context.forward_stream.wait_stream(cached_on)
             yield
+
+    def may_track(self, forward_batch: Any) -> bool:
+        """Decodes take one where a request has a multiple of the chunk's tokens: its interval is one, too."""
+        decodes = forward_batch.forward_mode.is_decode()
+        return not decodes or not (forward_batch.seq_lens_cpu.numpy() % self._chunk).all()
 
     @property
     def _reads_all(self) -> bool:
