@@ -18,6 +18,8 @@ from sglang_kv_canary.wiring.releases import release
 if release().states is None or not release().has_own_canary:
     pytest.skip("states of this release are followed otherwise, or not", allow_module_level=True)
 
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang_kv_canary_rigs.unified_state_rig import UnifiedStateRig
 
@@ -101,6 +103,41 @@ def test_a_matched_request_that_is_aborted() -> None:
     rig.match(request)
     rig.states.free(request.kv.mamba_pool_idx.unsqueeze(-1))  # as release_kv_cache does
     rig.serve("c", [*PROMPT, 6, 7])
+    assert rig.settle() == []
+
+
+def test_a_namespace_that_changes_after_the_launch() -> None:
+    """A retracted request waits, and gets another one before the numbers of its prefill are on the host."""
+    rig = UnifiedStateRig()
+    after, rig.watch.after_forwards = rig.watch.after_forwards, lambda _: None
+    request = rig.prefill("a", PROMPT)
+    common.release_kv_cache(request, rig.tree, checkpoint=False)
+    request.reset_for_retract()
+    request.extra_key = "another"
+    rig.watch.after_forwards = after
+    assert rig.settle() == []
+
+
+def test_a_prefill_that_ignores_its_prefix_hit() -> None:
+    """SGLang copies the state all the same. It may be another one by then."""
+    rig = UnifiedStateRig()
+    rig.serve("a", PROMPT, tokens=1)
+    with envs.SGLANG_RADIX_FORCE_MISS.override(True):
+        rig.admit(request := rig.request("b", [*PROMPT, 5]))
+        rig.evict_states(1)
+        rig.run_prefill(request)
+    assert rig.settle() == []
+
+
+def test_a_tree_of_another_class_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    rig = UnifiedStateRig()
+    rig.tree.__class__ = type("OtherCache", (type(rig.tree),), {})
+    rig.watch.attach_radix_cache(rig.tree)
+    assert rig.manager.states == {"unchecked": "the prefix cache OtherCache"}
+    assert "not checked here (the prefix cache OtherCache)" in caplog.text
+    a, b = rig.prefill("a", PROMPT), rig.prefill("b", [5, *PROMPT])
+    give_slot(rig, b, slot_of(a))
+    rig.decode(a, b)
     assert rig.settle() == []
 
 

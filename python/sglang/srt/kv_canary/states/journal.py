@@ -25,7 +25,7 @@ class StateJournal(StepObserver):
         self._events: list[tuple[tuple[torch.Tensor, ...], Act]] = []
         self._copy: FutureTensors | None = None
         self._copied: list[tuple[tuple[torch.Tensor, ...], Act]] = []
-        self._last_forward: torch.cuda.Event | None = None
+        self._last: torch.cuda.Event | None = None  # after all that was made on a stream of its own
 
     def note(self, act: Act, *numbers: torch.Tensor) -> None:
         """Call `act` with each of `numbers`, int64 of any shape, as a list of ints, once they are on the host.
@@ -39,11 +39,15 @@ class StateJournal(StepObserver):
         self._events, self._copied, self._copy = [], [], None
         self.ledger.forget()
 
-    def after_forwards(self, manager: Observed) -> None:
+    def note_stream(self, made_here: torch.Tensor) -> None:
+        """Numbers were made on the current stream of the device of `made_here`, and are copied after that."""
         if self._stream is not None:
-            if self._last_forward is None:
-                self._last_forward = torch.cuda.Event()
-            record(self._last_forward, manager.state.summary)
+            if self._last is None:
+                self._last = torch.cuda.Event()
+            record(self._last, made_here)
+
+    def after_forwards(self, manager: Observed) -> None:
+        self.note_stream(manager.state.summary)  # numbers of forwards are made on their stream
         self.deliver()
         self.send()
         self.deliver()
@@ -67,8 +71,8 @@ class StateJournal(StepObserver):
         if self._copied or not self._events:
             return
         self._copied, self._events = self._events, []
-        if self._last_forward is not None:  # numbers of forwards are made on their stream
-            torch.cuda.current_stream().wait_event(self._last_forward)
+        if self._last is not None:
+            torch.cuda.current_stream().wait_event(self._last)
         numbers = [tensor.reshape(-1) for tensors, _ in self._copied for tensor in tensors]
         if numbers:
             self._copy = FutureTensors.start((torch.cat(numbers),), self._stream)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import ContentMode
+from ..cuda_streams import keep_until_read
 from ..plan.anchor import anchor_of
 from ..pool_patcher.errors import UnsupportedPoolError
 from ..reports.violation import Actor
@@ -25,6 +26,7 @@ from ..states.ledger import Prefix, StateLedger, Track, Use
 from .context import context
 from .guard import attempt_aside
 from .releases import release
+from .states import say_unchecked
 
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
@@ -46,6 +48,7 @@ class StateWatch(StepObserver):
         self.ledger = StateLedger(num_slots, zeros, self._found)
         self.journal = StateJournal(self.ledger, torch.device(manager.identity.device))
         self._swept, self._ticks = 0, 0
+        self._follows = True
         self.follow_slots()
 
     def follow_slots(self) -> None:
@@ -95,9 +98,14 @@ class StateWatch(StepObserver):
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
         tree = getattr(tree_cache, "inner", tree_cache)  # of a StreamingSession
-        if type(tree).__name__ == self.tree_class:
+        name = type(tree).__name__
+        if name == self.tree_class:
             self.wrap(tree, "insert", self._after_insert)
             self.wrap(tree, "match_prefix", self.note_match)
+        elif tree.supports_mamba():
+            why = f"the prefix cache {name}"
+            self._follows, self._manager.states = False, {"unchecked": why}
+            say_unchecked(why)
 
     def after_forwards(self, manager: Observed) -> None:
         self._sweep()
@@ -157,6 +165,8 @@ class StateWatch(StepObserver):
         setattr(owner, name, wrapped)
 
     def _attempt(self, note: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not self._follows:
+            return
         done = attempt_aside(lambda: (note(*args, **kwargs), True)[1])
         if done is None:
             self.journal.drop()
@@ -195,6 +205,7 @@ class StateWatch(StepObserver):
         prefix, by = self.prefix_of(params.key), self.actor("insert into the prefix cache")
         slots = copied(params.mamba_value)
         with self.at_rest():
+            keep_until_read(slots)
             prints = self.printed(slots)
         self.journal.note(
             lambda slot, prints: self.ledger.cached(slot[0], prefix, first(prints), by),
@@ -222,13 +233,15 @@ class StateWatch(StepObserver):
 
     def note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """On the forward stream, before the target's forward of `requests`. Never raises in mode `log`."""
-        if not forward_batch.forward_mode.is_idle():
+        if self._follows and not forward_batch.forward_mode.is_idle():
             self._attempt(self._note_forward, forward_batch, requests)
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
-        forward = self._forward_of(forward_batch, requests)
+        self._note_uses(self._forward_of(forward_batch, requests), forward_batch)
+
+    def _note_uses(self, forward: Forward, forward_batch: Any) -> None:
         slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
-        fresh, prints = self.fresh_copies(requests, slots)
+        fresh, prints = self.fresh_copies(forward.requests, slots)
         self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
         if forward_batch.mamba_track_mask is not None and self.may_track(forward_batch):
             self.journal.note(
@@ -240,11 +253,14 @@ class StateWatch(StepObserver):
 
     def _forward_of(self, forward_batch: Any, requests: list[Any]) -> Forward:
         befores, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        tokens, snapshots = None, None
+        tokens, snapshots, anchors, owners = None, None, None, None
         if forward_batch.forward_mode.is_extend():
             pairs = list(zip(requests, befores, lengths, strict=True))
             tokens = [_tokens_of(request, before, before + n) for request, before, n in pairs]
             snapshots = [self.last_snapshot(request) or 0 for request in requests]
+            # Now: a request that is retracted may get another namespace
+            anchors = [anchor_of(release().namespace_of(request)) for request in requests]
+            owners = [owner_of(request) for request in requests]
         else:
             befores = [length - 1 for length in forward_batch.seq_lens_cpu.tolist()]
             lengths = [1] * len(befores)
@@ -262,6 +278,8 @@ class StateWatch(StepObserver):
             lengths,
             tokens,
             snapshots,
+            anchors,
+            owners,
         )
 
     def _used(
@@ -294,6 +312,8 @@ class Forward:
     lengths: list[int]
     tokens: list[Sequence[int]] | None  # new tokens; None: a decode
     snapshots: list[int] | None  # tokens that a snapshot has absorbed; None: all
+    anchors: list[int] | None  # of the requests' chains; None: a decode, which begins none
+    owners: list[object] | None  # None: a decode, whose requests stay what they are
 
     def use(self, i: int) -> Use:
         request, before, length = self.requests[i], int(self.befores[i]), int(self.lengths[i])
@@ -301,12 +321,12 @@ class Forward:
         if tokens is not None and len(tokens) < length:  # a decode in a mixed batch
             tokens = None
         return Use(
-            owner_of(request),
+            owner_of(request) if self.owners is None else self.owners[i],
             Actor(self.number, self.rows[i], self.mode, request.rid, self.step),
             before,
             before + length,
             tokens,
-            anchor_of(release().namespace_of(request)),
+            0 if self.anchors is None else self.anchors[i],
         )
 
     def snapshot(self, i: int) -> int:

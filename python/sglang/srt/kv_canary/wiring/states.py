@@ -21,10 +21,14 @@ def follow_states(manager: CanaryManager, model_runner: Any, server_args: Any) -
         return
     manager.states = _followed(manager, model_runner, server_args)
     if why := manager.states.get("unchecked"):
-        logger.warning(
-            "kv-canary: states of linear-attention layers are not checked here (%s); full-attention layers are",
-            why,
-        )
+        say_unchecked(why)
+
+
+def say_unchecked(why: str) -> None:
+    logger.warning(
+        "kv-canary: states of linear-attention layers are not checked here (%s); full-attention layers are",
+        why,
+    )
 
 
 def _followed(manager: CanaryManager, model_runner: Any, server_args: Any) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.environ import envs
+
 from ...plan.anchor import anchor_of
-from ...plan.upload import upload
 from ...reports.violation import Actor
 from ...runner.step_observer import Observed
 from ...states.ledger import Prefix
 from ..context import context
 from ..from_0_5_21.answers import salted, settled
 from ..releases import release
-from ..state_watch import StateWatch, copied, owner_of
+from ..state_watch import Forward, StateWatch, copied, owner_of
 from .namespace import key_in_chains
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def why_unchecked(server_args: Any) -> str:
         ),
         "states in INT8 in the prefix cache": args.enable_int8_mamba_checkpoint,
         "states that lag behind (ReplaySSM)": args.enable_linear_replayssm,
+        "mixed chunks with SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP": args.enable_mixed_chunk
+        and envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get(),
     }
     return ", ".join(name for name, is_on in reasons.items() if is_on)
 
@@ -66,7 +69,18 @@ class _Hit:
     """A cached state that a request's next forward copies."""
 
     prefix: Prefix
+    owner: object
     by: Actor
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """A forward that copies cached states before its layers run. `slots`: int64[n] of its requests."""
+
+    forward: Forward
+    forward_batch: Any
+    slots: torch.Tensor
+    hits: list[_Hit | None]
 
 
 class SlotWatch(StateWatch):
@@ -80,13 +94,15 @@ class SlotWatch(StateWatch):
         self._hits: weakref.WeakKeyDictionary[Any, _Hit] = weakref.WeakKeyDictionary()
         # Of the running forward: sources of its copies, and what notes it once they are made
         self._sources: torch.Tensor | None = None
-        self._note_it: Callable[[], None] | None = None
+        self._loads: _Loads | None = None
+        self._gives_back = False  # a group ends: what is freed was handed out to nobody
         self._chunk = mamba_cache_chunk_size()  # tokens
+        self._overlaps = not release().server_args().disable_overlap_schedule
         allocator = self._rows.mamba_allocator
-        # Not `alloc`: a group is handed out at once, and what nobody takes of it is freed.
-        self.wrap(allocator, "_do_alloc", self.note_alloc)
-        self.wrap(allocator, "free", self.note_free, before=True)
+        self.wrap(allocator, "alloc", self.note_alloc)
+        self.wrap(allocator, "free", self._before_free, before=True)
         self.wrap(allocator, "clear", self.note_clear)
+        allocator.alloc_group_end = functools.partial(self._end_group, allocator.alloc_group_end)
         self.wrap(self._rows.mamba_pool, "copy_from", self._after_copy)
         self.wrap(self._rows, "copy_mamba_state", self._after_loads)
 
@@ -98,14 +114,16 @@ class SlotWatch(StateWatch):
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """A snapshot may be cached while the forward that stores it still runs."""
-        if context.forward_stream is None:
+        """A snapshot may be cached while the forward that stores it still runs. Without overlap none runs then."""
+        stream = context.forward_stream
+        if stream is None or not self._overlaps:
             yield
             return
         cached_on = torch.cuda.current_stream()
-        with torch.cuda.stream(context.forward_stream):
-            context.forward_stream.wait_stream(cached_on)
+        with torch.cuda.stream(stream):
+            stream.wait_stream(cached_on)
             yield
+            self.journal.note_stream(self._rows.mamba_pool.mamba_cache.temporal)
 
     def may_track(self, forward_batch: Any) -> bool:
         """Decodes take one where a request has a multiple of the chunk's tokens: its interval is one, too."""
@@ -116,13 +134,25 @@ class SlotWatch(StateWatch):
     def _reads_all(self) -> bool:
         return self.content is not None and self.content.reads_all
 
+    def _end_group(self, original: Callable[[], None]) -> None:
+        self._gives_back = True
+        try:
+            original()
+        finally:
+            self._gives_back = False
+
+    def _before_free(self, free_index: torch.Tensor) -> None:
+        if not self._gives_back:
+            self.note_free(free_index)
+
     def note_match(self, result: Any, params: Any) -> None:
         request = params.req
         if not params.cow_mamba or request is None or not result.device_prefix_len:
             return
         if request.kv.mamba_cow_src_index is not None:
             prefix = self.prefix_of(params.key, result.device_prefix_len)
-            self._hits[request] = _Hit(prefix, self.actor("prefix hit", request))
+            by = self.actor("prefix hit", request)
+            self._hits[request] = _Hit(prefix, owner_of(request), by)
 
     def _after_copy(self, _: Any, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
         """The cache gets a copy, in a slot that still held another state: nothing zeroes it."""
@@ -134,51 +164,50 @@ class SlotWatch(StateWatch):
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         self._sources = forward_batch.mamba_cow_src_indices
-        note_it = functools.partial(super()._note_forward, forward_batch, requests)
+        forward = self._forward_of(forward_batch, requests)
         if self._sources is None or not len(self._sources):
-            note_it()
-        else:
-            self._note_it = note_it
-            self._loading = requests, [self._hits.pop(request, None) for request in requests]
+            self._note_uses(forward, forward_batch)
+            return
+        hits = [self._hits.pop(request, None) for request in requests]
+        slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
+        self._loads = _Loads(forward, forward_batch, slots, hits)
 
     def _after_loads(self, _: Any, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
         """The running forward has copied cached states, and reads them next."""
-        if self._note_it is None:
+        loads = self._loads
+        if loads is None:
             return
         sources, targets = copied(src_index), copied(dst_index)
-        rows = [release().row_of(request) for request in self._loading[0]]
-        own = copied(self._rows.get_mamba_indices(upload(rows, sources.device)))
         prints = self.printed(targets if self._reads_all else sources)
-        loads = functools.partial(self._loaded, *self._loading)
-        self.journal.note(loads, own, sources, targets, prints)
+        loaded = functools.partial(self._loaded, loads)
+        self.journal.note(loaded, loads.slots, sources, targets, prints)
         self._note_what_waits()
 
     def _note_what_waits(self) -> None:
-        note_it, self._note_it = self._note_it, None
-        if note_it is not None:
-            note_it()
+        loads, self._loads = self._loads, None
+        if loads is not None:
+            self._note_uses(loads.forward, loads.forward_batch)
 
     def after_forwards(self, manager: Observed) -> None:
-        self._attempt(self._note_what_waits)  # SGLang has not made the copies
+        if self._loads is not None:  # SGLang has not made the copies
+            self._attempt(self._note_what_waits)
         super().after_forwards(manager)
 
     def _loaded(
         self,
-        requests: list[Any],
-        hits: list[_Hit | None],
+        loads: _Loads,
         slots: list[int],
         sources: list[int],
         targets: list[int],
         prints: list[int],
     ) -> None:
-        """`slots`: of `requests`. `prints`: of the copies; with content `partial`, which samples by slot, of the
-        sources.
-        """
+        """`prints`: of the copies; with content `partial`, which samples by slot, of the sources."""
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             at = slots.index(target)
-            hit, content = hits[at], prints[i] if prints else None
+            if not loads.forward.befores[at]:  # it begins with zeros, whatever it has copied
+                continue
+            hit, content = loads.hits[at], prints[i] if prints else None
             if hit is None:
                 raise ValueError(f"expected a prefix hit of the request in state slot {target}")
-            owner = owner_of(requests[at])
             self.ledger.copied([source], [target], hit.by)
-            self.ledger.loaded(source, target, owner, hit.prefix, content, hit.by)
+            self.ledger.loaded(source, target, hit.owner, hit.prefix, content, hit.by)
