@@ -71,8 +71,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         _PARTLY,
-        "MHA, MLA, NSA and SWA pools. Also with EAGLE, LoRA, images, HiCache, or data-parallel ranks. Content needs "
-        "equal TP and PP; not run on a GPU; see docs/disaggregation.md",
+        "MHA, MLA, NSA, SWA and hybrid linear pools. Also with EAGLE, LoRA, images, HiCache, or data-parallel ranks. "
+        "Content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",

@@ -70,8 +70,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         Coverage.PARTLY,
-        "MHA, MLA, DSA and SWA pools. Content needs equal TP and PP; HiCache on the prefill server, on 0.5.23 on both; "
-        f"{NO_GPU}; see docs/disaggregation.md",
+        "MHA, MLA, DSA, SWA and hybrid linear pools. Content needs equal TP and PP. HiCache on the prefill server, on "
+        f"0.5.23 on both; {NO_GPU}; see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",
