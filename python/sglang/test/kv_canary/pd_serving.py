@@ -388,6 +388,7 @@ DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_a
 DROP_FIRST_TOKEN = "drop_first_token"  # of the answer: what an earlier request left there is read
 DROP_WINDOW = "drop_window"  # of layers with a sliding window, whose KV is SGLang's first state
 DROP_KEYS = DROP_WINDOW  # of an indexer: the same
+LOSE_KEY_RECORDS = "lose_key_records"  # Mooncake says that they were not sent. The keys were
 AGAIN_LATER, RELEASED = "again_later", "released"
 HOST_COPY, HOST_KEYS = "host_copy", "host_keys"
 HOLD_LOADS = "hold_loads"  # of HiCache
@@ -412,8 +413,6 @@ def transit_faults() -> None:
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.has_free_load_back_slot"
         )
         HookRegistry.register(may_load, _may_load, HookType.AROUND)
-    resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
-    HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
 
 
 def states_of_some_bytes() -> None:
@@ -446,7 +445,15 @@ def _damaged_in_transit(
     original: Callable[..., int], kv_manager: Any, session: str, blocks: Blocks
 ) -> int:
     _send_again_later(functools.partial(original, kv_manager, session, list(blocks)))
+    if _fault()[1] == LOSE_KEY_RECORDS and _are_key_records(kv_manager.kv_args, blocks):
+        return -1
     return original(kv_manager, session, damaged(_fault()[1], kv_manager.kv_args, blocks))
+
+
+def _are_key_records(args: Any, blocks: Blocks) -> bool:
+    """Those of latent rows are the first of SGLang's last component, those of index keys the second."""
+    start, size = args.state_data_ptrs[-1][1], args.state_data_lens[-1][1]
+    return bool(blocks) and all(start <= source < start + size for source, _, _ in blocks)
 
 
 def _send_again_later(send: Callable[[], Any]) -> None:

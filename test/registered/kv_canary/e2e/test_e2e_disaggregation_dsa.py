@@ -33,6 +33,7 @@ from sglang_kv_canary_rigs.pd_serving import (
     DROP_KEYS,
     HOST_COPY,
     HOST_KEYS,
+    LOSE_KEY_RECORDS,
     CachingServing,
     OverNixl,
     PdServing,
@@ -121,10 +122,21 @@ class TestDsa(DsaPair):
         assert set(found) == {"target FULL", "target INDEXER"}
         assert all("POSITION" in reasons for reasons in found.values())
 
+    @FAULTS
+    def test_records_of_keys_that_the_transport_loses(self) -> None:
+        """The request fails, as with KV. Its keys are right, so nothing is reported."""
+        prompt = random_tokens(random.Random("lost"), CHUNK + PAGE + 6)
+        body = {"rid": "lost", "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
+        with self.serving.damaging(LOSE_KEY_RECORDS):
+            answer = self.run(self.serving.exchange(body))
+        assert "KVTransferError" in str(answer)
+        self.assert_no_violations()
+
 
 @long_on_newer_releases
 class TestNixl(TestDsa):
     transport: ClassVar = OverNixl
+    test_records_of_keys_that_the_transport_loses = None  # a fault of Mooncake
 
 
 @resumes

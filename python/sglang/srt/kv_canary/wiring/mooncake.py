@@ -1,4 +1,4 @@
-"""Mooncake writes a request's records after its KV, and a message tells about them before it reports success."""
+"""Mooncake writes records beside a request's KV, and a message tells about them before it reports success."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         return lambda: status
 
     sender = RecordSender(kv_manager, layout, post)
+    unsent: set[tuple[str, int]] = set()  # sessions and rooms whose states came without records
 
     def send_pages(
         original: Callable[..., int], session: str, source: Any, *args: Any, **more: Any
@@ -47,14 +48,26 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     ) -> int:
         status = original(request, indices, *args, **more)
         session = request.mooncake_session_id
-        # Where SGLang ignores the status, window pages without records are found on arrival, and states are not.
-        if status and release().transfers.ignores_lost_states:
-            sender.contained(session, _say_states_are_lost, kv_manager, request)
-        return status or sender.send_states(session, indices, request.dst_state_indices)
+        ignored = release().transfers.ignores_lost_states
+        if status:
+            # Pages without records are found on arrival, and states of linear attention are not.
+            if ignored:
+                sender.contained(session, _say_states_are_lost, kv_manager, request)
+            return status
+        status = sender.send_states(session, indices, request.dst_state_indices)
+        if status and ignored:
+            unsent.add((session, request.room))
+        return status
 
     def send_aux(original: Callable[..., int], request: Any, *args: Any, **more: Any) -> int:
         session = request.mooncake_session_id
         must_fail = context.sent_chunks.let_go(request.room)
+        of_request = session, request.room
+        if (
+            of_request in unsent
+        ):  # their records are missing, as those of states that did not arrive
+            unsent.discard(of_request)
+            return _FAILED
         tells = sender.contained(session, _announce, kv_manager, sender, request)
         if must_fail and not (tells or release().transfers.fails_damaged):
             return _FAILED
