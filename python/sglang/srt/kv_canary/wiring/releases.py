@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .allocator_parts import AllocatorParts
     from .path_support import PathSupport
     from .refusals import Refusal
-    from .state_answers import StateAnswers
+    from .state_watch import StateWatch
     from .transfer_answers import TransferAnswers
 
 __all__ = [
@@ -106,8 +106,8 @@ class Release:
     namespace_of_key: Callable[[Any], str | None] = attrgetter("extra_key")
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
-    # Of states of linear-attention layers. None: they are not checked.
-    states: StateAnswers | None = None
+    # What follows states of linear-attention layers. None: they are not checked.
+    states: Callable[[], type[StateWatch]] | None = None
     # Allocators with parts, by class name, beside SWATokenToKVPoolAllocator.
     allocator_parts: Mapping[str, AllocatorParts] = field(default_factory=dict)
 

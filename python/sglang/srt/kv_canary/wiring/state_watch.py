@@ -39,6 +39,24 @@ class StateWatch(StepObserver):
 
     tree_class: str  # of the prefix cache
 
+    @classmethod
+    def why_unchecked(cls, args: Any) -> str:
+        """What the watch cannot follow in a server with these settled ServerArgs. "" if it can follow everything."""
+        reasons = {
+            "speculative decoding": args.speculative_algorithm is not None,
+            "prefill-decode disaggregation": args.disaggregation_mode != "null",
+            "pipeline parallelism": args.pp_size > 1,
+            "data-parallel attention": args.enable_dp_attention,
+            "HiCache": args.enable_hierarchical_cache,
+            **cls.not_followed(args),
+        }
+        return ", ".join(name for name, is_on in reasons.items() if is_on)
+
+    @staticmethod
+    def not_followed(args: Any) -> dict[str, bool]:
+        """The same of this family of releases alone: whether each is on."""
+        raise NotImplementedError
+
     def __init__(self, manager: CanaryManager, rows: Any) -> None:
         self._manager, self._rows = manager, rows
         pool = rows.mamba_pool
@@ -237,10 +255,13 @@ class StateWatch(StepObserver):
             self._attempt(self._note_forward, forward_batch, requests)
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
-        self._note_uses(self._forward_of(forward_batch, requests), forward_batch)
+        forward = self._forward_of(forward_batch, requests)
+        self._note_uses(forward, forward_batch, self._slots_of(forward_batch))
 
-    def _note_uses(self, forward: Forward, forward_batch: Any) -> None:
-        slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
+    def _slots_of(self, forward_batch: Any) -> torch.Tensor:
+        return copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
+
+    def _note_uses(self, forward: Forward, forward_batch: Any, slots: torch.Tensor) -> None:
         fresh, prints = self.fresh_copies(forward.requests, slots)
         self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
         if forward_batch.mamba_track_mask is not None and self.may_track(forward_batch):

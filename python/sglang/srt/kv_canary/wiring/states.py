@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..pool_patcher.errors import UnsupportedPoolError
+from .context import context
 from .releases import release
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ def say_unchecked(why: str) -> None:
 
 
 def _followed(manager: CanaryManager, model_runner: Any, server_args: Any) -> dict[str, Any]:
-    answers = release().states
-    if answers is None:
+    if release().states is None:
         return {"unchecked": "this release of SGLang"}
-    if why := answers.why_unchecked(server_args):
+    follows = release().states()
+    if why := follows.why_unchecked(release().settled(server_args)):
         return {"unchecked": why}
     try:
-        return answers.watch(manager, model_runner)
+        watch = follows(manager, model_runner.req_to_token_pool)
     except UnsupportedPoolError as error:
         return {"unchecked": str(error)}
+    manager.observers.append(watch)
+    context.states = watch
+    return watch.describe()

@@ -9,7 +9,6 @@ import torch
 
 from ...runner.ranks import Ranks
 from ..releases import Release, found_later
-from ..state_answers import StateAnswers
 from ..until_0_5_17.answers import (
     cached_slots,
     namespace_of,
@@ -74,18 +73,6 @@ def _captured(args: Any) -> tuple[int, torch.dtype]:
     return 0 if args.disable_cuda_graph else max(sizes), torch.int32
 
 
-def _why_states_are_unchecked(server_args: Any) -> str:
-    from .states import why_unchecked
-
-    return why_unchecked(server_args)
-
-
-def _watch_states(manager: Any, model_runner: Any) -> dict[str, Any]:
-    from .states import watch_states
-
-    return watch_states(manager, model_runner)
-
-
 RELEASE = Release(
     hook_modules=(
         "allocator",
@@ -145,5 +132,5 @@ RELEASE = Release(
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
     transfers=TRANSFERS,
-    states=StateAnswers(_why_states_are_unchecked, _watch_states),
+    states=found_later(__name__, "states", "PoolWatch"),
 )

@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sglang.srt.environ import envs
 
 from ...plan.anchor import anchor_of
-from ..context import context
 from ..state_watch import StateWatch, copied, first, owner_of
 
-if TYPE_CHECKING:
-    from ...runner.manager import CanaryManager
-
-__all__ = ["PoolWatch", "watch_states", "why_unchecked"]
-
-
-def why_unchecked(server_args: Any) -> str:
-    """What the watch cannot follow in a server with these ServerArgs. "" if it can follow everything."""
-    reasons = {
-        "speculative decoding": server_args.speculative_algorithm is not None,
-        "prefill-decode disaggregation": server_args.disaggregation_mode != "null",
-        "pipeline parallelism": server_args.pp_size > 1,
-        "data-parallel attention": server_args.enable_dp_attention,
-        "HiCache": server_args.enable_hierarchical_cache,
-        "the unified radix tree": envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE.get(),
-    }
-    return ", ".join(name for name, is_on in reasons.items() if is_on)
-
-
-def watch_states(manager: CanaryManager, model_runner: Any) -> dict[str, Any]:
-    """Follow the unused state pool of the target `model_runner` from now on. Returns what is checked."""
-    watch = PoolWatch(manager, model_runner.req_to_token_pool)
-    manager.observers.append(watch)
-    context.states = watch
-    return watch.describe()
+__all__ = ["PoolWatch"]
 
 
 class PoolWatch(StateWatch):
     """The pool hands out its own slots. A prefix hit copies the cached state at once."""
 
     tree_class = "MambaRadixCache"
+
+    @staticmethod
+    def not_followed(args: Any) -> dict[str, bool]:
+        return {"the unified radix tree": envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE.get()}
 
     def follow_slots(self) -> None:
         # Requests that no forward has run since they took a copy of a cached state. The copy is compared on the forward

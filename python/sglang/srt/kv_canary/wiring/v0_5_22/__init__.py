@@ -14,7 +14,6 @@ from ..context import context
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
 from ..from_0_5_21.answers import NOT_BUILT, salted
 from ..releases import found_later
-from ..state_answers import StateAnswers
 from ..v0_5_21 import RELEASE as OF_0_5_21
 from .namespace import key_in_chains
 from .pools import UNIFIED_POOLS
@@ -61,18 +60,6 @@ def _schedulers_here(_: Any) -> int:
     pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(parallel.node_rank)
     copies = 1 if parallel.attn_dp_enabled else parallel.num_dp_ranks
     return len(pp_ranks) * len(tp_ranks) * copies
-
-
-def _why_states_are_unchecked(server_args: Any) -> str:
-    from .states import why_unchecked
-
-    return why_unchecked(server_args)
-
-
-def _watch_states(manager: Any, model_runner: Any) -> dict[str, Any]:
-    from .states import watch_states
-
-    return watch_states(manager, model_runner)
 
 
 RELEASE = replace(
@@ -125,6 +112,6 @@ RELEASE = replace(
     allocator_parts=UNIFIED_ALLOCATORS,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
-    states=StateAnswers(_why_states_are_unchecked, _watch_states),
+    states=found_later(__name__, "states", "SlotWatch"),
     shares_buffer=attrgetter("enable_unified_memory"),
 )

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,47 +21,12 @@ from ...reports.violation import Actor
 from ...runner.step_observer import Observed
 from ...states.ledger import Prefix
 from ..context import context
-from ..from_0_5_21.answers import salted, settled
+from ..from_0_5_21.answers import salted
 from ..releases import release
 from ..state_watch import Forward, StateWatch, copied, owner_of
 from .namespace import key_in_chains
 
-if TYPE_CHECKING:
-    from ...runner.manager import CanaryManager
-
-__all__ = ["SlotWatch", "watch_states", "why_unchecked"]
-
-
-def why_unchecked(server_args: Any) -> str:
-    """What the watch cannot follow in a server with these ServerArgs. "" if it can follow everything."""
-    from sglang.srt.arg_groups.overrides import mamba_extra_buffer_lazy_of
-
-    args = settled(server_args)
-    reasons = {
-        "speculative decoding": args.speculative_algorithm is not None,
-        "prefill-decode disaggregation": args.disaggregation_mode != "null",
-        "pipeline parallelism": args.pp_size > 1,
-        "data-parallel attention": args.enable_dp_attention,
-        "HiCache": args.enable_hierarchical_cache,
-        "LMCache": args.enable_lmcache,
-        "unified memory": args.enable_unified_memory,
-        "snapshots in slots that are taken late (extra_buffer_lazy)": mamba_extra_buffer_lazy_of(
-            args
-        ),
-        "states in INT8 in the prefix cache": args.enable_int8_mamba_checkpoint,
-        "states that lag behind (ReplaySSM)": args.enable_linear_replayssm,
-        "mixed chunks with SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP": args.enable_mixed_chunk
-        and envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get(),
-    }
-    return ", ".join(name for name, is_on in reasons.items() if is_on)
-
-
-def watch_states(manager: CanaryManager, model_runner: Any) -> dict[str, Any]:
-    """Follow the unused state pool of the target `model_runner` from now on. Returns what is checked."""
-    watch = SlotWatch(manager, model_runner.req_to_token_pool)
-    manager.observers.append(watch)
-    context.states = watch
-    return watch.describe()
+__all__ = ["SlotWatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +52,21 @@ class SlotWatch(StateWatch):
     """A prefix hit names a cached state, and the request's next forward copies it before its layers run."""
 
     tree_class = "UnifiedRadixCache"
+
+    @staticmethod
+    def not_followed(args: Any) -> dict[str, bool]:
+        from sglang.srt.arg_groups.overrides import mamba_extra_buffer_lazy_of
+
+        late_slots = "snapshots in slots that are taken late (extra_buffer_lazy)"
+        return {
+            "LMCache": args.enable_lmcache,
+            "unified memory": args.enable_unified_memory,
+            late_slots: mamba_extra_buffer_lazy_of(args),
+            "states in INT8 in the prefix cache": args.enable_int8_mamba_checkpoint,
+            "states that lag behind (ReplaySSM)": args.enable_linear_replayssm,
+            "mixed chunks with SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP": args.enable_mixed_chunk
+            and envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get(),
+        }
 
     def follow_slots(self) -> None:
         from sglang.srt.runtime_context import mamba_cache_chunk_size
@@ -164,12 +144,12 @@ class SlotWatch(StateWatch):
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         self._sources = forward_batch.mamba_cow_src_indices
-        forward = self._forward_of(forward_batch, requests)
         if self._sources is None or not len(self._sources):
-            self._note_uses(forward, forward_batch)
+            super()._note_forward(forward_batch, requests)
             return
+        forward = self._forward_of(forward_batch, requests)
         hits = [self._hits.pop(request, None) for request in requests]
-        slots = copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
+        slots = self._slots_of(forward_batch)
         self._loads = _Loads(forward, forward_batch, slots, hits)
 
     def _after_loads(self, _: Any, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
@@ -186,7 +166,7 @@ class SlotWatch(StateWatch):
     def _note_what_waits(self) -> None:
         loads, self._loads = self._loads, None
         if loads is not None:
-            self._note_uses(loads.forward, loads.forward_batch)
+            self._note_uses(loads.forward, loads.forward_batch, loads.slots)
 
     def after_forwards(self, manager: Observed) -> None:
         if self._loads is not None:  # SGLang has not made the copies
