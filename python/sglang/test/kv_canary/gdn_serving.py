@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import functools
 from typing import Any
 
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
+from sglang_kv_canary.testing.tiny_models import write_config
 
 __all__ = ["GDN"]
 
@@ -47,16 +47,10 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def _write(folder: str | Path) -> str:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / "config.json").write_text(json.dumps(_CONFIG))
-    return str(folder)
-
-
 _HYBRID = MODES["hybrid"]
 GDN = MODES["gdn"] = ModeConfig(
     name="gdn",
-    write_model=_write,
+    write_model=functools.partial(write_config, config=_CONFIG),
     pools=("FULL",),
     halves=("K", "V"),
     server_args={

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from sglang_kv_canary.testing.fill_ins import mla_on_torch_native
 from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.tiny_models import write_config
 from sglang_kv_canary.wiring.releases import release
 
 __all__ = ["LATENT", "LATENT_ODD"]
@@ -85,10 +85,7 @@ def _write(folder: str | Path, full: Sequence[int]) -> str:
         "short_conv_kernel_size": 4,
     }
     config = {**TINY_KIMI, "num_hidden_layers": full[-1], "linear_attn_config": layers}
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return str(folder)
+    return write_config(folder, config)
 
 
 _STRATEGY = "mamba_radix_cache_strategy" if release().has_own_canary else "mamba_scheduler_strategy"

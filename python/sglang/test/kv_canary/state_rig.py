@@ -25,12 +25,13 @@ from sglang_kv_canary.wiring.v0_5_12.states import PoolWatch
 from .manager_rig import ManagerRig
 from .pool_fixtures import RealPool
 from .radix_fixtures import cache_params, make_mamba_pools
+from .state_rig_base import StateRigBase
 
 TRACK_INTERVAL = 8  # decoded tokens
 CONTEXT, SLOTS = 256, 2048
 
 
-class StateRig:
+class StateRig(StateRigBase):
     """`reported` are the violations of states, in the order of discovery."""
 
     def __init__(
@@ -58,13 +59,7 @@ class StateRig:
         self.tree = MambaRadixCache(params)
         self.watch.attach_radix_cache(self.tree)
         self.extra_buffer = extra_buffer
-        self.forgets_to_track = False  # as a backend that stores no snapshots
-        self.reported: list[Any] = []
-        found = self.manager.violations._reporter.log_or_raise_found
-        self.manager.violations._reporter.log_or_raise_found = lambda violations, recorder: (
-            self.reported.extend(violations),
-            found(violations, recorder),
-        )
+        self.keep_reports()
 
     # The scheduler
 
@@ -115,26 +110,6 @@ class StateRig:
     def finish(self, request: Req, is_insert: bool = True) -> None:
         release_kv_cache(request, self.tree, is_insert)
 
-    def serve(self, rid: str, prompt: Sequence[int], tokens: int = 3, **kwargs: Any) -> Req:
-        """A whole request."""
-        request = self.prefill(rid, prompt, **kwargs)
-        for _ in range(tokens - 1):
-            self.decode(request)
-        self.finish(request)
-        return request
-
-    def flush(self) -> None:
-        self.tree.reset()
-        self.rows.clear()
-        self.allocator.clear()
-
-    def settle(self) -> list[str]:
-        """Hand over all that was found. Returns the reasons in the order of discovery."""
-        for _ in range(3):  # what the sweep reads is compared two ticks later
-            self.watch.on_idle(self.manager)
-            self.manager.drain(wait=True)
-        return [reason for violation in self.reported for reason in violation.reasons]
-
     # The model
 
     def _forward(
@@ -162,27 +137,13 @@ class StateRig:
         slots = self.rows.get_mamba_indices(rows).long()
         for i, request in enumerate(requests):
             tokens = (request.origin_input_ids + request.output_ids)[before[i] :][: lengths[i]]
-            stop = lengths[i]
-            if mask is not None and mask[i] and not self.forgets_to_track:
+            stop, target = lengths[i], None
+            if mask is not None and mask[i]:
                 stop = (request.mamba_last_track_seqlen if extends else before[i] + 1) - before[i]
-            self._absorb(int(slots[i]), tokens[:stop], starts_anew=before[i] == 0)
-            if mask is not None and mask[i] and not self.forgets_to_track:
-                for buffer in self.states():
-                    buffer[:, targets[i]] = buffer[:, slots[i]]
-            self._absorb(int(slots[i]), tokens[stop:], starts_anew=False)
+                target = int(targets[i])
+            self.run_layers(int(slots[i]), tokens, before[i], stop, target)
         self.watch.after_forwards(self.manager)
         self.manager.drain()
-
-    def _absorb(self, slot: int, tokens: Sequence[int], starts_anew: bool) -> None:
-        for buffer in self.states():
-            if starts_anew:
-                buffer[:, slot] = 0
-            for token in tokens:
-                buffer[:, slot] = 0.5 * buffer[:, slot] + token
-
-    def states(self) -> tuple[torch.Tensor, ...]:
-        """Buffers [layers, slots, ...]."""
-        return (*self.pool.mamba_cache.conv, self.pool.mamba_cache.temporal)
 
     def _track_of_prefill(self, request: Req) -> tuple[torch.Tensor, torch.Tensor]:
         mask: list[bool] = []

@@ -23,13 +23,14 @@ from sglang_kv_canary.wiring.v0_5_22.states import SlotWatch
 from .manager_rig import ManagerRig
 from .pool_fixtures import RealPool
 from .radix_fixtures import cache_params, make_mamba_pools
+from .state_rig_base import StateRigBase
 
 CONTEXT, SLOTS = 256, 2048
 CHUNK = 64  # tokens after which SGLang takes a snapshot of a prompt's state
 TRACK_INTERVAL = 64  # decoded tokens; SGLang takes no less
 
 
-class UnifiedStateRig:
+class UnifiedStateRig(StateRigBase):
     """`reported` are the violations of states, in the order of discovery."""
 
     def __init__(
@@ -43,19 +44,13 @@ class UnifiedStateRig:
         _set_arguments(extra_buffer)
         real = RealPool(self.allocator.get_kvcache(), self.allocator)
         self.manager = ManagerRig(mode, content, real, **settings).manager
-        self.states, self.pool = self.rows.mamba_allocator, self.rows.mamba_pool
+        self.slot_allocator, self.pool = self.rows.mamba_allocator, self.rows.mamba_pool
         self.watch = SlotWatch(self.manager, self.rows)
         self.tree = self._tree(extra_buffer)
         self.watch.attach_radix_cache(self.tree)
         self.extra_buffer = extra_buffer
-        self.forgets_to_track = False  # as a backend that stores no snapshots
         self.forgets_to_copy = False  # as a path of forwards without the copies of prefix hits
-        self.reported: list[Any] = []
-        found = self.manager.violations._reporter.log_or_raise_found
-        self.manager.violations._reporter.log_or_raise_found = lambda violations, recorder: (
-            self.reported.extend(violations),
-            found(violations, recorder),
-        )
+        self.keep_reports()
 
     def _tree(self, extra_buffer: bool) -> Any:
         from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
@@ -126,31 +121,11 @@ class UnifiedStateRig:
         request.finished_reason = FINISH_LENGTH(1)
         common.release_kv_cache(request, self.tree, checkpoint=is_cached)
 
-    def serve(self, rid: str, prompt: Sequence[int], tokens: int = 3, **keys: str) -> Req:
-        """A whole request."""
-        request = self.prefill(rid, prompt, **keys)
-        for _ in range(tokens - 1):
-            self.decode(request)
-        self.finish(request)
-        return request
-
     def evict_states(self, count: int) -> None:
         self.tree.evict(EvictParams(num_tokens=0, mamba_num=count))
 
-    def flush(self) -> None:
-        self.tree.reset()
-        self.rows.clear()
-        self.allocator.clear()
-
     def cached_slots(self) -> list[int]:
         return self.tree.all_mamba_values_flatten().tolist()
-
-    def settle(self) -> list[str]:
-        """Hand over all that was found. Returns the reasons in the order of discovery."""
-        for _ in range(3):  # what the sweep reads is compared two ticks later
-            self.watch.on_idle(self.manager)
-            self.manager.drain(wait=True)
-        return [reason for violation in self.reported for reason in violation.reasons]
 
     # The model
 
@@ -186,34 +161,14 @@ class UnifiedStateRig:
             self.rows.copy_mamba_state(sources, targets)
         slots = self.rows.get_mamba_indices(rows).long()
         for i, request in enumerate(requests):
-            tokens = list(request.origin_input_ids + request.output_ids)
-            tokens, is_tracked = (
-                tokens[before[i] :][: lengths[i]],
-                mask is not None and bool(mask[i]),
-            )
-            stop = lengths[i]
-            if is_tracked:
-                stop = (request.kv.mamba_last_track_seqlen if extends else before[i] + 1) - before[
-                    i
-                ]
-            self._absorb(int(slots[i]), tokens[:stop], starts_anew=before[i] == 0)
-            if is_tracked and not self.forgets_to_track:
-                for buffer in self.buffers():
-                    buffer[:, snapshots[i]] = buffer[:, slots[i]]
-            self._absorb(int(slots[i]), tokens[stop:], starts_anew=False)
+            tokens = list(request.origin_input_ids + request.output_ids)[before[i] :][: lengths[i]]
+            stop, target = lengths[i], None
+            if mask is not None and mask[i]:
+                end = request.kv.mamba_last_track_seqlen if extends else before[i] + 1
+                stop, target = end - before[i], int(snapshots[i])
+            self.run_layers(int(slots[i]), tokens, before[i], stop, target)
         self.watch.after_forwards(self.manager)
         self.manager.drain()
-
-    def _absorb(self, slot: int, tokens: Sequence[int], starts_anew: bool) -> None:
-        for buffer in self.buffers():
-            if starts_anew:
-                buffer[:, slot] = 0
-            for token in tokens:
-                buffer[:, slot] = 0.5 * buffer[:, slot] + token
-
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """[layers, slots, ...]"""
-        return (*self.pool.mamba_cache.conv, self.pool.mamba_cache.temporal)
 
     def _track_of_prefill(
         self, request: Req, prefix: int, end: int

@@ -34,7 +34,7 @@ def slot_of(request: Any) -> int:
 
 
 def damage(rig: UnifiedStateRig, slot: int) -> None:
-    rig.buffers()[-1][:, slot].view(-1)[3] += 1
+    rig.states()[-1][:, slot].view(-1)[3] += 1
 
 
 def give_slot(rig: UnifiedStateRig, request: Any, slot: int) -> None:
@@ -73,9 +73,9 @@ def test_clean_traffic_is_silent(content: ContentMode, extra_buffer: bool) -> No
 
 def test_slots_that_a_group_takes_and_nobody_uses() -> None:
     rig = UnifiedStateRig()
-    rig.states.alloc_group_begin(3)
+    rig.slot_allocator.alloc_group_begin(3)
     a = rig.prefill("a", PROMPT)
-    rig.states.alloc_group_end()
+    rig.slot_allocator.alloc_group_end()
     rig.decode(a)
     rig.finish(a)
     assert rig.settle() == []
@@ -101,7 +101,7 @@ def test_a_matched_request_that_is_aborted() -> None:
     rig.serve("a", PROMPT, tokens=1)
     request = rig.request("b", [*PROMPT, 5])
     rig.match(request)
-    rig.states.free(request.kv.mamba_pool_idx.unsqueeze(-1))  # as release_kv_cache does
+    rig.slot_allocator.free(request.kv.mamba_pool_idx.unsqueeze(-1))  # as release_kv_cache does
     rig.serve("c", [*PROMPT, 6, 7])
     assert rig.settle() == []
 
@@ -170,7 +170,7 @@ def test_a_forward_overwrites_a_cached_state() -> None:
 def test_a_state_freed_under_a_running_request() -> None:
     rig = UnifiedStateRig()
     a = rig.prefill("a", PROMPT)
-    rig.states.free(a.kv.mamba_pool_idx.unsqueeze(0))
+    rig.slot_allocator.free(a.kv.mamba_pool_idx.unsqueeze(0))
     rig.decode(a)
     assert rig.settle() == ["USE_AFTER_FREE"]
     assert rig.reported[0].freed is not None
@@ -180,7 +180,9 @@ def test_a_freed_state_that_another_request_got() -> None:
     """Ownership is given up while a forward is still to come, as in sgl#29353."""
     rig = UnifiedStateRig()
     a = rig.prefill("a", PROMPT)
-    rig.states.free_slots = torch.cat([a.kv.mamba_pool_idx.view(1), rig.states.free_slots])
+    rig.slot_allocator.free_slots = torch.cat(
+        [a.kv.mamba_pool_idx.view(1), rig.slot_allocator.free_slots]
+    )
     b = rig.prefill("b", [5, *PROMPT])
     assert slot_of(a) == slot_of(b)
     rig.decode(a)
@@ -191,8 +193,8 @@ def test_a_freed_state_that_another_request_got() -> None:
 def test_a_state_freed_twice() -> None:
     rig = UnifiedStateRig()
     a = rig.prefill("a", PROMPT)
-    rig.states.free(a.kv.mamba_pool_idx.unsqueeze(0))
-    rig.states.free(a.kv.mamba_pool_idx.unsqueeze(0))
+    rig.slot_allocator.free(a.kv.mamba_pool_idx.unsqueeze(0))
+    rig.slot_allocator.free(a.kv.mamba_pool_idx.unsqueeze(0))
     assert rig.settle() == ["DOUBLE_FREE"]
 
 
@@ -239,7 +241,7 @@ def test_a_cached_state_that_was_freed() -> None:
     rig = UnifiedStateRig()
     rig.serve("a", PROMPT, tokens=1)
     (cached,) = rig.cached_slots()
-    rig.states.free(torch.tensor([cached]))
+    rig.slot_allocator.free(torch.tensor([cached]))
     rig.serve("b", [*PROMPT, 5], tokens=1)
     assert "USE_AFTER_FREE" in rig.settle()
     assert rig.reported[0].slot == cached
@@ -285,7 +287,7 @@ def test_the_bytes_of_a_cached_state_in_mode_partial() -> None:
     rig = UnifiedStateRig(ContentMode.PARTIAL)
     rig.serve("a", PROMPT, tokens=1)
     (cached,) = rig.cached_slots()
-    for buffer in rig.buffers():
+    for buffer in rig.states():
         buffer[:, cached] += 1
     rig.serve("b", [*PROMPT, 5], tokens=1)
     assert rig.settle() == ["CONTENT"]

@@ -434,7 +434,7 @@ def write_tiny_llama(folder: str | Path) -> str:
     No tokenizer and no weights: start the engine with `load_format="dummy", skip_tokenizer_init=True`
     and send `input_ids` below 512.
     """
-    return _write(folder, TINY_LLAMA)
+    return write_config(folder, TINY_LLAMA)
 
 
 def tiny_llama_weights(seed: int) -> dict[str, torch.Tensor]:
@@ -476,7 +476,7 @@ def write_tiny_llama_checkpoint(folder: str | Path, seed: int) -> str:
 
 def write_tiny_whisper(folder: str | Path) -> str:
     """Write the config of an encoder-decoder model into `folder`; returns the path. It is not meant to be served."""
-    return _write(folder, TINY_WHISPER)
+    return write_config(folder, TINY_WHISPER)
 
 
 def write_tiny_gemma4(folder: str | Path) -> str:
@@ -484,7 +484,7 @@ def write_tiny_gemma4(folder: str | Path) -> str:
 
     SWA pool: two layers with a window of 32 tokens, two with full attention, 2 KV heads of 16 each.
     """
-    return _write(folder, TINY_GEMMA4)
+    return write_config(folder, TINY_GEMMA4)
 
 
 def write_tiny_lfm2(folder: str | Path) -> str:
@@ -492,7 +492,7 @@ def write_tiny_lfm2(folder: str | Path) -> str:
 
     Hybrid pool: two layers with full attention, 2 KV heads of 16; two with a convolution state of 64 x 2 values.
     """
-    return _write(folder, TINY_LFM2)
+    return write_config(folder, TINY_LFM2)
 
 
 def write_tiny_llama_with_tokenizer(folder: str | Path) -> str:
@@ -508,7 +508,7 @@ def write_tiny_gemma3_with_images(folder: str | Path) -> str:
     """
     vision = TINY_GEMMA3["vision_config"]
     save_processor(folder, vision["image_size"], TINY_GEMMA3["mm_tokens_per_image"])
-    return _write(folder, TINY_GEMMA3)
+    return write_config(folder, TINY_GEMMA3)
 
 
 def write_tiny_qwen2_5_vl(folder: str | Path, **config: Any) -> str:
@@ -519,40 +519,43 @@ def write_tiny_qwen2_5_vl(folder: str | Path, **config: Any) -> str:
     """
     vision = TINY_QWEN2_5_VL["vision_config"]
     save_qwen_processor(folder, vision["patch_size"], vision["spatial_merge_size"])
-    return _write(folder, {**TINY_QWEN2_5_VL, **config})
+    return write_config(folder, {**TINY_QWEN2_5_VL, **config})
 
 
 def write_tiny_deepseek_v2(folder: str | Path) -> str:
     """Write the config of a 2-layer dense DeepSeek-V2 (MLA pool, 256 + 32 values a slot) into `folder`."""
-    return _write(folder, TINY_DEEPSEEK_V2)
+    return write_config(folder, TINY_DEEPSEEK_V2)
 
 
 def write_tiny_qwen3_moe(folder: str | Path) -> str:
     """Write the config of a 2-layer Qwen3-MoE (MHA pool) into `folder`."""
-    return _write(folder, TINY_QWEN3_MOE)
+    return write_config(folder, TINY_QWEN3_MOE)
 
 
 def write_tiny_deepseek_v2_with_experts(folder: str | Path) -> str:
     """The same with two more layers, of experts."""
-    return _write(folder, {**TINY_DEEPSEEK_V2, "num_hidden_layers": 3, "first_k_dense_replace": 1})
+    return write_config(
+        folder, {**TINY_DEEPSEEK_V2, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+    )
 
 
 def write_short_deepseek_v4(folder: str | Path) -> str:
     """Write the config of a 4-layer DeepSeek-V4 of the real widths into `folder`: SWA, c4, c128 and indexer rows."""
-    return _write(folder, SHORT_DEEPSEEK_V4)
+    return write_config(folder, SHORT_DEEPSEEK_V4)
 
 
 def write_tiny_deepseek_v32(folder: str | Path) -> str:
     """Write the config of a 2-layer dense DeepSeek-V3.2 (NSA pool, 256 + 32 values a slot) into `folder`."""
-    return _write(folder, TINY_DEEPSEEK_V32)
+    return write_config(folder, TINY_DEEPSEEK_V32)
 
 
 def write_short_deepseek_v32(folder: str | Path) -> str:
     """Write the config of a 2-layer dense DeepSeek-V3.2 into `folder`: latent rows, and keys of the indexer."""
-    return _write(folder, SHORT_DEEPSEEK_V32)
+    return write_config(folder, SHORT_DEEPSEEK_V32)
 
 
-def _write(folder: str | Path, config: dict[str, Any]) -> str:
+def write_config(folder: str | Path, config: dict[str, Any]) -> str:
+    """Write a model's `config.json` into `folder`, which is made. Returns the path."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
