@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .allocator_parts import AllocatorParts
     from .path_support import PathSupport
     from .refusals import Refusal
-    from .state_watch import StateWatch
     from .transfer_answers import TransferAnswers
 
 __all__ = [
@@ -106,8 +105,8 @@ class Release:
     namespace_of_key: Callable[[Any], str | None] = attrgetter("extra_key")
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
-    # What follows states of linear-attention layers. None: they are not checked.
-    states: Callable[[], type[StateWatch]] | None = None
+    # The StateWatch that follows states of linear-attention layers. None: they are not checked.
+    states: Callable[[], type[Any]] | None = None
     # Allocators with parts, by class name, beside SWATokenToKVPoolAllocator.
     allocator_parts: Mapping[str, AllocatorParts] = field(default_factory=dict)
 
