@@ -20,6 +20,7 @@ from .hicache_serving import hits
 from .pd_serving import (
     DAMAGES,
     DROP_WINDOW,
+    HOST_COPY,
     PdServing,
     ServesPair,
     need_transport,
@@ -116,6 +117,19 @@ class Pair(ServesPair, CanaryE2EBase):
         """0 on a server that has not run a forward: it has no counters yet."""
         counters = self.serving.send("counters").answer()["counters"]
         return counters["HEAD_K_FULL"]["written"] if counters else 0
+
+    def damage_in_host_memory(
+        self, fault: str = HOST_COPY, tag: str = "TAIL_K_FULL", tokens: int = 30
+    ) -> dict[str, Any]:
+        """What is found when requests resume, of what waited in host memory after a retraction. The first of it."""
+        self.expect_violations()
+        rng = random.Random(fault)
+        asked = [(f"{fault}-{i}", random_tokens(rng, tokens), 40) for i in range(2)]
+        with self.serving.damaging(fault):
+            self.generate_together(asked)
+        event = self.assert_violation("CONTENT", tag)
+        assert (event["reader"]["mode"], event["reader"]["origin"]) == ("ARRIVAL", "host memory")
+        return event
 
     def checked_on_arrival(self) -> int:
         """Slots that forwards have checked so far. Arrivals are among them. 0 before the first forward."""

@@ -153,12 +153,7 @@ class TestRetraction(DsaPair):
     @FAULTS
     @pytest.mark.parametrize(("fault", "kind"), [(HOST_COPY, "FULL"), (HOST_KEYS, "INDEXER")])
     def test_damage_of_what_waits_in_host_memory(self, fault: str, kind: str) -> None:
-        self.expect_violations()
-        rng = random.Random(fault)
-        with self.serving.damaging(fault):
-            self.generate_together([(f"{fault}-{i}", random_tokens(rng, 80), 40) for i in range(2)])
-        event = self.assert_violation("CONTENT", f"TAIL_K_{kind}")
-        assert (event["reader"]["mode"], event["reader"]["origin"]) == ("ARRIVAL", "host memory")
+        self.damage_in_host_memory(fault, f"TAIL_K_{kind}", tokens=80)
         assert set(by_pool(self.violations())) == {f"target {kind}"}
 
 

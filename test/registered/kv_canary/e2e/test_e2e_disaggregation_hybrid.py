@@ -37,7 +37,6 @@ from sglang_kv_canary_rigs.pd_pairs import (
 )
 from sglang_kv_canary_rigs.pd_serving import (
     DROP_WINDOW,
-    HOST_COPY,
     CachingServing,
     OverNixl,
     PdServing,
@@ -96,12 +95,7 @@ class TestHybrid(Hybrid, DamagedPair):
 
     @FAULTS
     def test_damage_of_kv_that_waits_in_host_memory(self) -> None:
-        self.expect_violations()
-        rng = random.Random("host")
-        with self.serving.damaging(HOST_COPY):
-            self.generate_together([(f"host-{i}", random_tokens(rng, 30), 40) for i in range(2)])
-        event = self.assert_violation("CONTENT", "TAIL_K_FULL")
-        assert (event["reader"]["mode"], event["reader"]["origin"]) == ("ARRIVAL", "host memory")
+        self.damage_in_host_memory()
 
 
 @refused_on_newer_releases

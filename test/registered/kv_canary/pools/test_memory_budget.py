@@ -108,7 +108,7 @@ def _server_args(**fields: Any) -> ServerArgs:
     return args
 
 
-def _write(folder: Path, model: dict[str, Any]) -> str:
+def write_config(folder: Path, model: dict[str, Any]) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(model))
     return str(folder)
@@ -188,7 +188,9 @@ def test_reserved_is_what_the_real_pool_gets(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     config = family.configurator().calculate_pool_sizes_from_max_tokens(1024, family.page_size)
     model_config = ModelConfig.from_server_args(
-        _server_args(), _write(tmp_path / "model", family.model), is_draft_model=family.is_draft
+        _server_args(),
+        write_config(tmp_path / "model", family.model),
+        is_draft_model=family.is_draft,
     )
     real = family.make_pool(config)
     groups = attach_canary_buffers(
@@ -224,8 +226,10 @@ def test_pools_and_records_fill_the_budget(name: str, tmp_path: Path) -> None:
     configurator = family.configurator()
     args = _server_args(kv_canary="log", speculative_algorithm=algorithm)
     if draft is not None:
-        args.speculative_draft_model_path = _write(tmp_path / "draft", draft)
-    model_config = ModelConfig.from_server_args(args, _write(tmp_path / "model", family.model))
+        args.speculative_draft_model_path = write_config(tmp_path / "draft", draft)
+    model_config = ModelConfig.from_server_args(
+        args, write_config(tmp_path / "model", family.model)
+    )
     _reserve_records(
         configurator, types.SimpleNamespace(server_args=args, model_config=model_config)
     )
@@ -258,7 +262,7 @@ def test_off_changes_nothing() -> None:
 def test_ranks_that_share_heads_share_the_content_budget(
     family: str, mode: ContentMode, flags: dict[str, Any], share: float, tmp_path: Path
 ) -> None:
-    model = _write(tmp_path / "model", FAMILIES[family].model)
+    model = write_config(tmp_path / "model", FAMILIES[family].model)
     model_config = ModelConfig.from_server_args(_server_args(), model)
     group = make_group(8, halves="KV" if family == "mha" else "K")
     args = _server_args(**flags)
@@ -272,7 +276,7 @@ PAGE = 64
 def sized(tmp_path: Path) -> Callable[[int], MemoryPoolConfig]:
     """SGLang's configurator of an MHA model on pages of 64 under the canary; available bytes -> sizes."""
     args = _server_args(kv_canary="log")
-    model_config = ModelConfig.from_server_args(args, _write(tmp_path / "model", TINY_LLAMA))
+    model_config = ModelConfig.from_server_args(args, write_config(tmp_path / "model", TINY_LLAMA))
     configurator = _default_configurator()
     _reserve_records(
         configurator, types.SimpleNamespace(server_args=args, model_config=model_config)

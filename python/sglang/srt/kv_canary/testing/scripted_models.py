@@ -17,7 +17,7 @@ from .tiny_models import (
     TINY_GEMMA4,
     TINY_LFM2,
     TINY_LLAMA,
-    _write,
+    write_config,
 )
 
 # One head: interpreted attention kernels cost some milliseconds per head.
@@ -376,6 +376,6 @@ def write_scripted_dflash(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:
 def _save(folder: str | Path, config: dict, weights: dict[str, torch.Tensor]) -> str:
     from safetensors.torch import save_file
 
-    path = _write(folder, config)
+    path = write_config(folder, config)
     save_file({k: v.contiguous() for k, v in weights.items()}, Path(path) / "model.safetensors")
     return path
