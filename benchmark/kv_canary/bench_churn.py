@@ -44,8 +44,9 @@ from typing import Any
 
 import bench_switch
 import own_code
+import sglang_parts
 import without_kernels
-from churn_schedule import Schedule, Waits, follow
+from churn_schedule import Schedule, Waits, follow, leave
 from paired_ratios import interval_of_few
 from turns import Turns, take_core
 
@@ -148,8 +149,8 @@ class Meter:
             if self.schedule.timeline is not None:
                 self.schedule.timeline.leave(scheduler)
             self.schedule = None
-            del scheduler.recv_requests, scheduler.process_batch_result
-        if scheduler.tp_rank == 0:
+            leave(scheduler)
+        if sglang_parts.tensor_parallel_rank(scheduler) == 0:
             Path(path).write_text(json.dumps(line))
         self._switch.to("all" if state == "profile" else COUNTED.get(state, state))
         self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
@@ -173,8 +174,8 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
 
     def begin_schedule(self: Any, total: int, clients: int, timeline: bool) -> None:
         # Of several ranks the first one decides when requests come. The others follow it.
-        turns = Turns.of_environment() if self.tp_rank == 0 else None
-        take_core(self.tp_rank)
+        turns = Turns.of_environment() if sglang_parts.tensor_parallel_rank(self) == 0 else None
+        take_core(sglang_parts.tensor_parallel_rank(self))
         schedule = self._canary_meter.schedule = follow(self, Schedule(total, clients, turns))
         if timeline:
             schedule.follow_launches(self)

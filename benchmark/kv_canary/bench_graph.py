@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_switch import ENGINE_ARGS, capture_anew, innermost, switchable_engine
+import sglang_parts
+from bench_switch import ENGINE_ARGS, innermost, switchable_engine
+from sglang_parts import Captured
 
 VARIANTS = ("off", "off+fork", "on", "on-all", "on-end-in-line", "on-in-line")
 OWN_KERNELS = ("forward_kernel", "strided_kernel", "content_kernel", "publish_kernel")
@@ -52,21 +54,21 @@ def run_measuring_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler
 
     def measure(self: Any, **job: Any) -> None:
-        runner, steps = self.tp_worker.model_runner.graph_runner, 0
-        replay = runner.replay
+        runner, steps = sglang_parts.decode_runner(self.tp_worker.model_runner), 0
+        replay = getattr(runner, sglang_parts.REPLAY)
 
         def replay_and_measure(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal steps
             result = replay(forward_batch, *args, **kwargs)
             steps += 1
             if steps == AT_STEP:
-                del runner.replay
+                delattr(runner, sglang_parts.REPLAY)
                 measured = _measure(runner, forward_batch, job)  # ranks must do it together
-                if self.tp_rank == 0:
+                if sglang_parts.tensor_parallel_rank(self) == 0:
                     Path(job["answer"]).write_text(json.dumps(measured))
             return result
 
-        runner.replay = replay_and_measure
+        setattr(runner, sglang_parts.REPLAY, replay_and_measure)
 
     scheduler.Scheduler.canary_measure = measure
     scheduler.run_scheduler_process(*args, **kwargs)
@@ -75,7 +77,7 @@ def run_measuring_scheduler(*args: Any, **kwargs: Any) -> None:
 def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, Any]:
     from sglang_kv_canary.wiring.context import context
 
-    kept = runner.graphs, runner.output_buffers, runner.capture_bs
+    kept, sizes = Captured.of(runner), runner.capture_bs
     rows = [manager.state.row_memory.words.clone() for manager in context.managers]
     runner.capture_bs = [next(b for b in runner.capture_bs if b >= forward_batch.batch_size)]
     rng, profiles = random.Random(0), {}
@@ -83,12 +85,13 @@ def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, 
     for round_number in range(job["captures"]):
         order = rng.sample(job["variants"], len(job["variants"]))
         graphs = {variant: _capture(runner, variant) for variant in order}
-        runner.replay_prepare(forward_batch)
+        sglang_parts.load_inputs(runner, forward_batch)
         for variant, micros in _time_each(graphs, job["replays"]).items():
             times[variant].append(micros)
         if job["profile"] and round_number == 0:
             profiles = {variant: _profile(graphs[variant]) for variant in order}
-    runner.graphs, runner.output_buffers, runner.capture_bs = kept
+    kept.put_back(runner)
+    runner.capture_bs = sizes
     for manager, words in zip(context.managers, rows, strict=True):
         # The device counted forwards that the host did not see.
         manager.forward_ct = int(manager.state.summary[0])
@@ -107,9 +110,10 @@ def _capture(runner: Any, variant: str) -> Any:
         "on-in-line": lambda: _branches("NOTHING", beside_lm_head=False),
     }
     with contexts[variant]():
-        capture_anew(runner)
-    (graph,) = runner.graphs.values()
-    return graph, runner.output_buffers
+        sglang_parts.capture_anew(runner)
+    captured = Captured.of(runner)
+    (graph,) = captured.graphs.values()
+    return graph, captured.outputs
 
 
 @contextmanager

@@ -20,8 +20,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+import sglang_parts
+from sglang_parts import Captured
 
 OFF = ("off", "off2")
 CONTENTS = ("none", "partial", "all")  # each needs what the one before it needs, and more
@@ -31,16 +33,16 @@ DEFAULT_CASES = ("1x512x512", "64x256x512", "128x512x512", "16x16384x1")
 # In the scheduler process
 
 
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    """What a graph runner captured in one state."""
-
-    graphs: dict[Any, Any]
-    output_buffers: dict[Any, Any]
-
-
 # Of the hooks' context: without them a hook that is still there returns at its first lines.
-_PARTS = ("managers", "by_runner", "allocator_kinds", "history", "host_tier", "host_slots_of")
+_PARTS = (
+    "managers",
+    "by_runner",
+    "allocator_kinds",
+    "history",
+    "host_tier",
+    "host_slots_of",
+    "states",
+)
 
 
 class CanarySwitch:
@@ -57,13 +59,14 @@ class CanarySwitch:
         self._installed = {name: getattr(context, name) for name in _PARTS}
         self._worker = scheduler.tp_worker
         target = self._worker.model_runner
-        self._runners, graph_runners = [target], [target.graph_runner]
+        self._runners, graph_runners = [target], [sglang_parts.decode_runner(target)]
         if (worker := getattr(scheduler, "draft_worker", None)) is not None:
             draft = worker.draft_worker  # spec v2
             self._runners.append(draft.draft_runner)
             graph_runners += [draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend]
         self._graph_runners = [runner for runner in graph_runners if runner is not None]
         self._forwards = [runner.model.forward for runner in self._runners]
+        self._wrapped = wrapped_methods(scheduler) if self._installed["states"] else []
         self._captured = {self._installed["managers"][0].config.content_mode.value: self._graphs()}
 
     def to(self, state: str) -> None:
@@ -76,10 +79,10 @@ class CanarySwitch:
             for runner in self._graph_runners:
                 # A capture must not wait for the last load from host memory, as its forward did.
                 self._worker.set_hicache_consumer(-1)
-                capture_anew(runner)
+                sglang_parts.capture_anew(runner)
             self._captured[state] = self._graphs()
         for runner, captured in zip(self._graph_runners, self._captured[state], strict=True):
-            runner.graphs, runner.output_buffers = captured.graphs, captured.output_buffers
+            captured.put_back(runner)
         _synchronize()
 
     def settle(self) -> None:
@@ -112,12 +115,11 @@ class CanarySwitch:
         for manager in self._installed["managers"]:
             use_content_mode(manager, content)
 
-    def _graphs(self) -> list[_Graphs]:
-        return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
+    def _graphs(self) -> list[Captured]:
+        return [Captured.of(runner) for runner in self._graph_runners]
 
     def _install(self, on: bool) -> None:
         from sglang_kv_canary.wiring.startup_check import verify_hooks_applied
-        from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
 
         if not on:
             _take_hooks_out()
@@ -126,10 +128,33 @@ class CanarySwitch:
         absent = type(self._context)()
         for name, value in self._installed.items():
             setattr(self._context, name, value if on else getattr(absent, name))
+        for owner, name, method in self._wrapped:
+            vars(owner).pop(name, None)
+            if on:
+                setattr(owner, name, method)
         for runner, bracketed in zip(self._runners, self._forwards, strict=True):
             runner.model.forward = bracketed if on else innermost(bracketed)
             if on:
-                use_running_translation(runner.token_to_kv_pool)
+                sglang_parts.restored()(runner.token_to_kv_pool)
+
+
+def wrapped_methods(scheduler: Any) -> list[tuple[Any, str, Any]]:
+    """(object, name, method) of what the watch of states has wrapped on SGLang's objects."""
+    rows, tree = scheduler.req_to_token_pool, scheduler.tree_cache
+    names = "mamba_pool", "mamba_allocator"
+    owners = [rows, tree, *[getattr(rows, name) for name in names if hasattr(rows, name)]]
+    return [
+        (owner, name, method)
+        for owner in owners
+        for name, method in vars(owner).items()
+        if callable(method) and _is_ours(method)
+    ]
+
+
+def _is_ours(method: Any) -> bool:
+    method = getattr(method, "func", method)  # of functools.partial
+    code = getattr(method, "__code__", None)
+    return code is not None and "kv_canary" in code.co_filename
 
 
 def _take_hooks_out() -> None:
@@ -154,15 +179,6 @@ def use_content_mode(manager: Any, content: str) -> None:
     manager.launcher = launcher
     for single in manager._single_forwards.values():
         single._launcher = launcher
-
-
-def capture_anew(graph_runner: Any) -> None:
-    """As at start-up, into new graphs."""
-    from sglang.srt.model_executor.cuda_graph_runner import model_capture_mode
-
-    graph_runner.graphs, graph_runner.output_buffers = {}, {}
-    with model_capture_mode():
-        graph_runner.capture()
 
 
 def innermost(forward: Any) -> Any:
@@ -216,7 +232,7 @@ def switchable_engine(run_scheduler: Callable[..., None], model: str, args: dict
     engine_class = type(
         "SwitchableEngine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)}
     )
-    return engine_class(model_path=model, **args)
+    return engine_class(model_path=model, **sglang_parts.engine_arguments(args))
 
 
 def _run(engine: Any, ids: list[list[int]], output_len: int) -> float:

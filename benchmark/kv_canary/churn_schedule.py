@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sglang_parts
 from step_timeline import StepTimeline
 from turns import Turns
 
@@ -107,8 +108,8 @@ class Schedule:
         running = [
             req for req in batch.reqs if req.finished_reason is None and not req.is_retracted
         ]
-        gets = [req for req in running if req.is_chunked <= 0]
-        chunks = [req.rid for req in running if req.is_chunked > 0]
+        gets = [req for req in running if sglang_parts.chunks_under_way(req) <= 0]
+        chunks = [req.rid for req in running if sglang_parts.chunks_under_way(req) > 0]
         if self.timeline is not None:
             self.timeline.mark("between launch and results")
         process()
@@ -228,15 +229,21 @@ def _means_by_kind(
 
 
 def follow(scheduler: Any, schedule: Schedule) -> Schedule:
-    """Until its own `recv_requests` and `process_batch_result` are deleted. The class's may be hooked by the canary."""
-    receive, process = scheduler.recv_requests, scheduler.process_batch_result
+    """Until `leave`. The classes' methods may be hooked by the canary."""
+    process = scheduler.process_batch_result
 
     def process_batch_result(batch: Any, result: Any) -> None:
         schedule.around_result(batch, lambda: process(batch, result))
 
-    scheduler.recv_requests = lambda: schedule.admit(receive())
+    sglang_parts.receive_through(scheduler, schedule.admit)
     scheduler.process_batch_result = process_batch_result
     return schedule
+
+
+def leave(scheduler: Any) -> None:
+    """Undo `follow`."""
+    sglang_parts.receive_as_before(scheduler)
+    del scheduler.process_batch_result
 
 
 def _summary_of(name: str, values: list[float]) -> dict[str, float]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sglang_parts
+
 from sglang_kv_canary.runner.brackets import ModelForward
 
 _SCHEDULER = ("get_next_batch_to_run", "run_batch")
@@ -66,9 +68,9 @@ class StepTimeline:
         """Until `leave`."""
         runner = scheduler.tp_worker.model_runner
 
-        def schedule(*args: Any) -> Any:
+        def schedule(*args: Any, **kwargs: Any) -> Any:
             self.mark("receive, and end the step")
-            found = type(scheduler).get_next_batch_to_run(scheduler, *args)
+            found = type(scheduler).get_next_batch_to_run(scheduler, *args, **kwargs)
             self.mark("choose a batch")
             return found
 
@@ -112,12 +114,12 @@ class StepTimeline:
         scheduler.get_next_batch_to_run, scheduler.run_batch = schedule, run
         runner.forward, runner._forward_raw = forward, layers
         for name, graph in _speculative_graphs(scheduler):
-            graph.replay = functools.partial(self._replay, name, graph)
+            setattr(graph, sglang_parts.REPLAY, functools.partial(self._replay, name, graph))
 
     def _replay(self, name: str, graph: Any, *args: Any, **kwargs: Any) -> Any:
         self.mark(f"before the {name} graph")
         begin = _recorded()
-        found = type(graph).replay(graph, *args, **kwargs)
+        found = getattr(type(graph), sglang_parts.REPLAY)(graph, *args, **kwargs)
         self._steps[-1].graphs.append(_Graph(name, begin, _recorded()))
         self.mark(f"launch the {name} graph")
         return found
@@ -129,7 +131,7 @@ class StepTimeline:
         for name in _RUNNER:
             delattr(scheduler.tp_worker.model_runner, name)
         for _, graph in _speculative_graphs(scheduler):
-            del graph.replay
+            delattr(graph, sglang_parts.REPLAY)
 
     def figures(self, first: int, last: int) -> dict[str, dict[str, float]]:
         """Of the batches `first` to `last`, by what was launched before and what was launched: means in us."""
@@ -148,7 +150,7 @@ def _speculative_graphs(scheduler: Any) -> list[tuple[str, Any]]:
     draft = getattr(getattr(scheduler, "draft_worker", None), "draft_worker", None)
     found = {
         "draft": getattr(draft, "cuda_graph_runner", None),
-        "verify": draft and scheduler.tp_worker.model_runner.graph_runner,
+        "verify": draft and sglang_parts.decode_runner(scheduler.tp_worker.model_runner),
         "draft extend": getattr(draft, "cuda_graph_runner_for_draft_extend", None),
     }
     return [(name, graph) for name, graph in found.items() if graph is not None]

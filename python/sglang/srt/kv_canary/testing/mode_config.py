@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,9 @@ _CPU = {
     # Pools have the sizes that their mode sets, even if other processes take memory at the same time.
     "mem_fraction_static": 0.99,
 }
-_CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
+# On a GPU. SGLang's own default is FlashAttention 3 on Hopper and FlashInfer on older GPUs, which some builds lack.
+_ATTENTION = os.environ.get("KV_CANARY_TEST_ATTENTION_BACKEND", "triton")
+_CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": _ATTENTION}
 # What DeepSeek-V4 would compile although it holds no KV. Attention, compressor and indexer are those of production.
 DSV4_ENV = {
     "SGLANG_DSV4_FP4_EXPERTS": "0",  # the experts' weights are FP8

@@ -35,6 +35,9 @@ __all__ = [
     "write_tiny_whisper",
 ]
 
+# FlashInfer has no kernels for smaller heads
+_HEAD_DIM = 64 if torch.cuda.is_available() else 16
+
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,7 +46,7 @@ TINY_LLAMA = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": _HEAD_DIM,
     "num_hidden_layers": 2,
     "vocab_size": 512,
     "max_position_embeddings": 2048,
