@@ -1,10 +1,12 @@
-"""Host time of a sweep over a tree that lists all of its slots at once, as SGLang 0.5.17 and newer have it.
+"""Host time of a sweep over a unified tree of SGLang 0.5.17 and newer.
 
     python benchmark/kv_canary/bench_listed_tree.py [--core rust|python] [--device cuda] [--slots 500000]
         [--nodes 400 2000 16000] [--part 2048] [--rounds 5]
 
 Real unified trees, filled by inserts below the root. Prints, per number of nodes, the median host time of a list, of
 the plans and sums of records that are kept of it, and of one part that is verified, without the launches of the checks.
+The core in Rust lists all slots at once. Nodes of the core in Python are visited, a part at a time: then a list is one
+of --part slots, nothing is kept, and a part is the plan of such a list.
 The longest are those of a first round, which loads kernels and fills caches.
 """
 
@@ -61,13 +63,27 @@ def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:
 
 
 def run_round(cache: Any, group: CanaryBufferGroup, part: int, device: str) -> SimpleNamespace:
-    listing, chunk = timed(lambda: walker_of(cache).next_chunk(), device)
+    walker = walker_of(cache)
+    if not walker.lists_at_once:
+        return run_parts(walker, part, device)
+    listing, chunk = timed(walker.next_chunk, device)
     keeping, staged = timed(
         lambda: StagedList(((group, build_verify_plan_radix_sweep(chunk)),), chunk.num_slots),
         device,
     )
     parts = [timed(lambda: staged.next(part), device)[0] for _ in range(20)]
     return SimpleNamespace(list=listing, keep=keeping, part=statistics.median(parts))
+
+
+def run_parts(walker: Any, part: int, device: str) -> SimpleNamespace:
+    """All of a pass; the longest list, and the median plan."""
+    lists, plans = [], []
+    while True:
+        listing, chunk = timed(lambda: walker.next_chunk(max_slots=part), device)
+        if chunk is None:
+            return SimpleNamespace(list=max(lists), keep=0.0, part=statistics.median(plans))
+        lists.append(listing)
+        plans.append(timed(lambda chunk=chunk: build_verify_plan_radix_sweep(chunk), device)[0])
 
 
 def main() -> None:

@@ -6,14 +6,18 @@ a walk with the allocator and with what was written into each slot, without look
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from .pool_fixtures import make_mha_pool, taken_by
+from .pool_fixtures import make_mha_pool, make_swa_pool, taken_by
 
+# From 0.5.17 on a unified tree has a core, in Python or, from 0.5.20 on, in Rust
+HAS_CORES = find_spec("sglang.srt.mem_cache.unified_cache") is not None
 POOL_SLOTS = 192
 SWA_SLOTS = 128
 SLIDING_WINDOW = 8
@@ -59,7 +63,8 @@ class RealTree:
     def held_slots(self) -> set[int]:
         """Slots that the allocator has handed out and not got back."""
         allocator = self._full_allocator
-        pages = torch.cat([allocator.free_pages, allocator.release_pages]).tolist()
+        lists = allocator.free_pages, allocator.release_pages  # None: not used
+        pages = torch.cat([each for each in lists if each is not None]).tolist()
         free = {page * self.page_size + i for page in pages for i in range(self.page_size)}
         return set(range(self.page_size, allocator.size + self.page_size)) - free
 
@@ -85,7 +90,10 @@ class RealTree:
         if swa_evicted:
             self.allocator.free_swa(slots[:swa_evicted])
         params = InsertParams(key, slots)
-        params.swa_evicted_seqlen = swa_evicted
+        if hasattr(params, "component_evicted_seqlens"):  # from 0.5.21 on
+            params.component_evicted_seqlens[component_type().SWA] = swa_evicted
+        else:
+            params.swa_evicted_seqlen = swa_evicted
         if self.mamba_pool is not None:
             params.mamba_value = self._alloc_mamba()
         result = self.cache.insert(params)
@@ -118,11 +126,8 @@ class RealTree:
         return self.cache.match_prefix(MatchPrefixParams(key=self._key(tokens, extra_key)))
 
     def lock(self, tokens: Sequence[int], extra_key: str | None = None) -> Lock:
-        from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
-
         node = self.match(tokens, extra_key).last_device_node
-        result = self.cache.inc_lock_ref(node)
-        return Lock(node, DecLockRefParams(result.swa_uuid_for_lock, result.skip_lock_node_ids))
+        return Lock(node, self.cache.inc_lock_ref(node).to_dec_params())
 
     def unlock(self, lock: Lock) -> None:
         self.cache.dec_lock_ref(lock.node, lock.params)
@@ -152,7 +157,8 @@ class RealTree:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         is_bigram = getattr(self.cache, "is_eagle", False)
-        return RadixKey(list(tokens), extra_key, is_bigram).page_aligned(self.page_size)
+        ids = array("q", tokens) if HAS_CORES else list(tokens)
+        return RadixKey(ids, extra_key, is_bigram).page_aligned(self.page_size)
 
     def _alloc(self, key: Any) -> torch.Tensor | None:
         slots = self._alloc_slots(len(key))
@@ -226,23 +232,9 @@ def _make_radix(kind: str, page_size: int, disable: bool) -> RealTree:
 
 
 def _make_swa_allocator(page_size: int) -> Any:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator
-
-    pool = SWAKVPool(
-        size=POOL_SLOTS,
-        size_swa=SWA_SLOTS,
-        page_size=page_size,
-        dtype=torch.float32,
-        head_num=1,
-        head_dim=4,
-        swa_attention_layer_ids=[0],
-        full_attention_layer_ids=[1],
-        enable_kvcache_transpose=False,
-        device="cpu",
-    )
-    return SWATokenToKVPoolAllocator(
-        POOL_SLOTS, SWA_SLOTS, page_size, torch.float32, "cpu", pool, need_sort=False
-    )
+    return make_swa_pool(
+        POOL_SLOTS, SWA_SLOTS, page_size, full_layers=1, swa_layers=1, head_num=1, head_dim=4
+    ).allocator
 
 
 def _make_swa(kind: str, page_size: int, disable: bool) -> RealTree:
@@ -305,19 +297,28 @@ def _make_mamba(kind: str, page_size: int, disable: bool) -> RealTree:
     return RealTree(kind, MambaRadixCache(params), allocator, mamba_pool=rows.mamba_pool)
 
 
+def component_type() -> Any:
+    """SGLang's enum of what a unified tree holds."""
+    if HAS_CORES:
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    else:
+        from sglang.srt.mem_cache.unified_cache_components import ComponentType
+    return ComponentType
+
+
 def _make_unified(kind: str, page_size: int, disable: bool) -> RealTree:
-    from sglang.srt.mem_cache.unified_cache_components import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    extra: dict[str, Any] = {"tree_components": (ComponentType.FULL,)}
+    kinds = component_type()
+    extra: dict[str, Any] = {"tree_components": (kinds.FULL,)}
     mamba_pool = None
     if kind == "unified_swa":
         allocator = _make_swa_allocator(page_size)
-        extra["tree_components"] += (ComponentType.SWA,)
+        extra["tree_components"] += (kinds.SWA,)
         extra["sliding_window_size"] = SLIDING_WINDOW
     elif kind == "unified_mamba":
         rows, allocator = make_mamba_pools()
-        extra["tree_components"] += (ComponentType.MAMBA,)
+        extra["tree_components"] += (kinds.MAMBA,)
         extra["req_to_token_pool"], mamba_pool = rows, rows.mamba_pool
     else:
         allocator = make_mha_pool(POOL_SLOTS, page_size, layers=1).allocator

@@ -124,6 +124,7 @@ from bench_switch import CanarySwitch
 
 switch = object.__new__(CanarySwitch)  # it would take its parts from a scheduler
 switch._context, switch._installed, switch._runners, switch._forwards = context, {}, [], []
+switch._wrapped = []
 seen = []
 for on in (False, True):
     switch._install(on)

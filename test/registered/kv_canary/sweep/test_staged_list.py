@@ -1,4 +1,4 @@
-"""Trees that list all of their slots at once, as those of SGLang 0.5.17 and newer: verified in parts, over many steps.
+"""Trees that list all of their slots at once, as SGLang's core in Rust: verified in parts, over many steps.
 
 The tree is the installed release's own. Its list is made by the canary's own walk, in the form of the newer releases:
 those cannot be had beside this pool. `test_e2e_sweep.py` has the real ones.
@@ -113,25 +113,6 @@ def test_a_clean_tree_is_verified_whole_in_parts(kind: str, monkeypatch: Any) ->
     assert rig.core.walks - walks == len(rig.sweep._legs)
     assert sum(rig.sweep.launches.values()) - launches >= -(-cached // PART)
     assert rig.settle() == []
-
-
-@pytest.mark.parametrize("levels", [1, 5000])
-def test_a_tree_of_many_levels_is_listed(levels: int, monkeypatch: Any) -> None:
-    """SGLang's walk in Python calls itself once per level."""
-    rig = ListedRig("mha", monkeypatch)
-    rig.serve(PROMPT, ANSWER)
-    listed = rig.core.walk_for_kv_canary
-
-    def walk(*filters: bool, level: int = 1) -> Any:
-        return listed(*filters) if level == levels else walk(*filters, level=level + 1)
-
-    rig.core.walk_for_kv_canary = walk
-    limit = sys.getrecursionlimit()
-    rig.passes(1)
-    before = rig.checked()
-    rig.passes(1)
-    assert rig.checked() - before == len(PROMPT) + len(ANSWER)
-    assert sys.getrecursionlimit() == limit
 
 
 @pytest.mark.parametrize("position", [3, 20, 42])

@@ -1,4 +1,4 @@
-"""One pass over a prefix cache whose tree lists its own slots: SGLang's unified tree from 0.5.17 on, in Rust or Python.
+"""One pass over a prefix cache whose tree lists its own slots: SGLang's unified tree in Rust, default from 0.5.21 on.
 
 The tree gives all slots at once, and may change before the next step. So a pass is one chunk, whose listing takes the
 longer the larger the tree is. `StagedList` verifies it in parts. Nodes and namespaces are not told, so the first slot
@@ -8,9 +8,6 @@ of pages.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,30 +17,12 @@ from .radix_cache_walker import (
     NamespaceOf,
     RadixCacheWalkResult,
     WalkSegment,
+    device_of,
     refuse_pages_not_of,
     unwrap,
 )
 
-__all__ = ["FlatWalker", "lists_its_own_slots"]
-
-# Levels of a tree. From CPython 3.11 on calls of Python functions take no C stack
-DEEPEST = 1_000_000 if sys.version_info >= (3, 11) else 10_000
-
-
-def lists_its_own_slots(radix_cache: Any) -> bool:
-    """Whether the cache has a tree core with a walk of its own."""
-    return hasattr(getattr(unwrap(radix_cache), "tree_core", None), "walk_for_kv_canary")
-
-
-@contextmanager
-def _deep_recursion() -> Iterator[None]:
-    """A walk in Python calls itself once per level of the tree: a conversation of a thousand turns has as many."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, DEEPEST))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
+__all__ = ["FlatWalker"]
 
 
 class FlatWalker:
@@ -61,7 +40,7 @@ class FlatWalker:
         self._cache = unwrap(radix_cache)
         self._filters = (unlocked_only, swa_resident_only)
         self._is_over = False
-        self.device = torch.device(self._cache.token_to_kv_pool_allocator.device)
+        self.device = device_of(self._cache)
 
     def next_chunk(
         self, max_slots: int | None = None, max_us: float | None = None
@@ -70,8 +49,7 @@ class FlatWalker:
         if self._is_over:
             return None
         self._is_over = True
-        with _deep_recursion():
-            walk = self._cache.tree_core.walk_for_kv_canary(*self._filters)
+        walk = self._cache.tree_core.walk_for_kv_canary(*self._filters)
         slots, positions, prev_slots = (
             column.to(self.device, torch.int64, copy=True)
             for column in (walk.slot_indices, walk.positions, walk.prev_slot_indices)

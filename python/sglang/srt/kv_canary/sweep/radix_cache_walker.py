@@ -115,7 +115,7 @@ class RadixCacheWalker:
         self._view = _view_of(self._cache)
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
-        self.device = torch.device(self._cache.device)
+        self.device = device_of(self._cache)
         # PREV_ANCHOR, PREV_UNREACHABLE. torch.tensor would copy from the host and wait for the copy.
         self._special = torch.arange(PREV_ANCHOR, PREV_UNREACHABLE - 1, -1, device=self.device)
         self._sources = _SourceKeeper(self.device)
@@ -408,10 +408,17 @@ def _swa_view(cache: Any) -> _TreeView:
 
 
 def _unified_view(cache: Any) -> _TreeView:
-    from sglang.srt.mem_cache.unified_cache_components import ComponentType
+    """From 0.5.17 on the nodes belong to the cache's core."""
+    if hasattr(cache, "tree_core"):
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+        components = cache.tree_core.components_by_type
+    else:
+        from sglang.srt.mem_cache.unified_cache_components import ComponentType
+
+        components = cache.tree_components
     full, swa = int(ComponentType.FULL), int(ComponentType.SWA)
-    has_swa = ComponentType.SWA in cache.tree_components
+    has_swa = ComponentType.SWA in components
     return _TreeView(
         lambda node: node.component_data[full].value,
         lambda node: node.component_data[full].lock_ref,
@@ -433,6 +440,7 @@ _REFUSED: dict[str, str] = {
     ),
 }
 _WRAPPER = "sglang.srt.session.streaming_session.StreamingSession"
+_CORE_WITH_NODES = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore"
 
 
 def _name(cls: type) -> str:
@@ -444,6 +452,18 @@ def unwrap(cache: Any) -> Any:
     while _name(type(cache)) == _WRAPPER:
         cache = cache.inner
     return cache
+
+
+def lists_at_once(cache: Any) -> bool:
+    """Whether `cache` has a core whose nodes Python cannot visit, such as SGLang's in Rust. It lists all its slots."""
+    core = getattr(unwrap(cache), "tree_core", None)
+    return core is not None and all(_name(cls) != _CORE_WITH_NODES for cls in type(core).__mro__)
+
+
+def device_of(cache: Any) -> torch.device:
+    """Where its slots are. Some caches have no allocator, and others do not say it themselves."""
+    own = getattr(cache, "device", None)
+    return torch.device(cache.token_to_kv_pool_allocator.device if own is None else own)
 
 
 def _view_of(cache: Any) -> _TreeView | None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .flat_walker import FlatWalker, lists_its_own_slots
-from .radix_cache_walker import ONE_FIELD, NamespaceOf, RadixCacheWalker, RadixCacheWalkResult
+from .flat_walker import FlatWalker
+from .radix_cache_walker import (
+    ONE_FIELD,
+    NamespaceOf,
+    RadixCacheWalker,
+    RadixCacheWalkResult,
+    lists_at_once,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -22,7 +28,7 @@ def walker_of(
     namespace_of: NamespaceOf = ONE_FIELD,
 ) -> Walker:
     """A new pass over `radix_cache`. Raises UnsupportedRadixCacheError for a cache whose slots cannot be listed."""
-    walker = FlatWalker if lists_its_own_slots(radix_cache) else RadixCacheWalker
+    walker = FlatWalker if lists_at_once(radix_cache) else RadixCacheWalker
     return walker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
 
 
