@@ -26,7 +26,8 @@ def before_move(*_: Any, **__: Any) -> None:
     await_forwards()
 
 
-def before_action(component: Any, action: Any) -> None:
+@guarded
+def before_action(component: Any, action: Any, *_: Any) -> None:
     if type(action).__name__ == _MOVES:
         before_move()
 

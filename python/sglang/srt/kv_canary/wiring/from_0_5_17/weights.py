@@ -10,10 +10,12 @@ from ..hook_spec import HookSpec, HookType
 from ..weights import STALE, after_ipc_update, after_update, around_request
 
 
+@guarded_aside
 def _after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
     after_update(result, updater.get_model_runner())
 
 
+@guarded_aside
 def _after_ipc_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
     after_ipc_update(result, updater.get_model_runner())
 
