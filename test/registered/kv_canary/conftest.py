@@ -83,6 +83,14 @@ def servers_are_forked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def sweeps_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a tree that lists its slots at once, a sweep rests longer than tests wait."""
+    from sglang_kv_canary.sweep import orchestrator
+
+    monkeypatch.setattr(orchestrator, "LISTING_SHARE", 1e9)
+
+
 @pytest.fixture(autouse=True)
 def events_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every line that a test writes to an event file, and every event that it reads from a server's."""

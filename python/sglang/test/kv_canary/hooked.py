@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 
 from .manager_rig import ManagerRig
+from .tree_requests import kv_of, new_request
 
 __all__ = ["cache_request", "cache_under", "extend_to", "hook_in", "make_request"]
 
@@ -26,19 +26,10 @@ def hook_in(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_request(tree: Any, row: int, tokens: Sequence[int]) -> Any:
     """SGLang's Req, which holds `row` and has found nothing in the prefix cache."""
-    from sglang.srt.managers import schedule_batch
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
+    req = new_request(f"req-{row}", tokens)
     newer = release().has_own_canary
-    prompt = array("q", tokens) if newer else list(tokens)
-    req = schedule_batch.Req(f"req-{row}", "", prompt, SamplingParams(max_new_tokens=64))
     req.last_node = tree.root_node_handle() if newer else tree.root_node
-    if getattr(req, "kv", None) is not None:  # from 0.5.22 on its KV has the row
-        req.kv.req_pool_idx = row
-        return req
-    req.req_pool_idx = row
-    if newer:
-        req.kv = schedule_batch.ReqKvInfo(kv_allocated_len=len(prompt), swa_evicted_seqlen=0)
+    kv_of(req).req_pool_idx = row
     return req
 
 

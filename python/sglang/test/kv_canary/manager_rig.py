@@ -6,8 +6,7 @@ The only stand-in is the model: each forward writes random K and V through the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,23 +31,20 @@ from sglang_kv_canary.runner.surroundings import Surroundings
 from sglang_kv_canary.single_forward_manager import BesideLayers
 from sglang_kv_canary.state import NOT_PUBLISHED
 from sglang_kv_canary.wiring.call_site import SITES
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary.wiring.swa_translation import translate_full_to_swa
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
 
-from .pool_fixtures import RealPool, make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
+from .pool_fixtures import (
+    RealPool,
+    make_mha_pool,
+    skip_where_pools_on_cpu_cannot_be_written,
+    write_location,
+)
 
 CONTEXT = 256
 MAX_REQUESTS = 8
 MAX_DRAFTS = 4
-
-
-@dataclass(eq=False)
-class RigRequest:
-    """The fields of SGLang's Req that token lists are made from."""
-
-    req_pool_idx: int
-    fill_ids: Sequence[int]
-    extra_key: str | None = None
-    session: None = None
 
 
 class ManagerRig:
@@ -112,6 +108,7 @@ class ManagerRig:
         )
         self.lengths = dict.fromkeys(range(1, max_requests + 1), 0)
         self.reported: list[Any] = []
+        self._of_forward: ForwardBatch | None = None  # the batch whose model runs
         self.after_translation: Callable[[ForwardBatch], None] | None = None
         self.on_batch: Callable[[ForwardBatch], Any] = lambda batch: None  # may change it
         self.expected: Callable[[ForwardBatch], ExpectedTokens | None] = self._starts
@@ -248,20 +245,35 @@ class ManagerRig:
 
     @contextmanager
     def _translated(self, batch: ForwardBatch) -> Iterator[None]:
-        """New slots are translated right before HEAD, as `wiring.v0_5_12.swa_location` has it."""
-        if getattr(self.pool, "full_to_swa_index_mapping", None) is None:
+        """New slots are translated right before HEAD, by our hook or, on newer releases, by the attention backend."""
+        self._of_forward = batch
+        mapping = getattr(self.pool, "full_to_swa_index_mapping", None)
+        if mapping is None:
             yield
             return
-        with translated_once(self.pool, batch):
+        with self._translation(mapping, batch):
             if self.after_translation is not None:
                 self.after_translation(batch)
             yield
+
+    def _translation(
+        self, mapping: torch.Tensor, batch: ForwardBatch
+    ) -> AbstractContextManager[None]:
+        if not release().has_own_canary:
+            return translated_once(self.pool, batch)
+        batch.out_cache_loc_swa = translate_full_to_swa(mapping, batch.out_cache_loc)
+        return nullcontext()
 
     def _model(self, slots: torch.Tensor) -> None:
         for layer_id in range(self.pool.start_layer, self.pool.start_layer + self.pool.layer_num):
             shape = (len(slots), self.pool.head_num, self.pool.head_dim)
             k, v = torch.randn(2, *shape, device=self.device, dtype=self.pool.dtype)
-            self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer_id), slots, k, v)
+            self._store(layer_id, slots, k, v)
+
+    def _store(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """At `slots`. Newer releases are told the SWA slots of new tokens, too."""
+        location = write_location(slots, getattr(self._of_forward, "out_cache_loc_swa", None))
+        self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer_id), location, k, v)
 
     # Host
 

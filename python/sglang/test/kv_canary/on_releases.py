@@ -15,6 +15,7 @@ from .volume import FULL_VOLUME
 __all__ = [
     "LONG",
     "REFUSES_STORAGE",
+    "UNIFIED_TREE",
     "by_default_on_newer_releases",
     "fewer_on_newer_releases",
     "from_0_5_22",
@@ -60,6 +61,10 @@ REFUSES_STORAGE = any(
 with_hicache_storage = pytest.mark.skipif(
     REFUSES_STORAGE,
     reason="this release refuses HiCache with storage; lifted by make test SGLANG=0.5.23",
+)
+# From 0.5.19 on it is the prefix cache of all models. The controller of its HiCache has groups of host pools.
+UNIFIED_TREE = not {"until_0_5_17.hicache", "v0_5_17.hicache", "v0_5_18.hicache"} & set(
+    release().hook_modules
 )
 from_0_5_22 = pytest.mark.skipif(
     not is_from_0_5_22(release()),

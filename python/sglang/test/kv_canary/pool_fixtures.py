@@ -88,6 +88,15 @@ def make_decode_batch(rows: Any, allocator: Any, count: int, **fields: Any) -> A
     )
 
 
+def write_location(slots: torch.Tensor, swa_slots: torch.Tensor | None) -> Any:
+    """What `set_kv_buffer` takes. Until 0.5.12.post1 an SWA pool translates `slots` itself."""
+    from sglang.srt.mem_cache import memory_pool
+
+    if swa_slots is None or not hasattr(memory_pool, "KVWriteLoc"):
+        return slots
+    return memory_pool.KVWriteLoc(slots, swa_loc=swa_slots)
+
+
 def make_allocator(pool: Any) -> Any:
     """The allocator that SGLang uses for a pool with one slot space: token-wise, or paged."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator

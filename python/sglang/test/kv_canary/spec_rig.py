@@ -309,9 +309,9 @@ class SpecRig:
 
 def scratch(rig: SpecRig, row: int) -> torch.Tensor:
     """v1's slots of one draft: allocated, and given back before they are used. int64[1, topk, steps]."""
-    before = rig.allocator.backup_state()
+    before = rig.allocator.free_pages
     slots = rig.allocator.alloc(rig.shape.topk * rig.shape.num_steps)
-    rig.allocator.restore_state(before)
+    rig.allocator.free_pages = before
     start = rig.lengths[row]
     rig.rows.req_to_token[row, start : start + len(slots)] = slots.int()
     return slots.view(1, rig.shape.topk, rig.shape.num_steps)

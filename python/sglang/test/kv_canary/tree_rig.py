@@ -11,26 +11,28 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_kv_canary.plan.anchor import anchor_of
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.plan.host_chain import chain_of_tokens
 from sglang_kv_canary.pool_kind import PoolKind
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
 
 from .manager_rig import CONTEXT, ManagerRig
+from .on_releases import UNIFIED_TREE
 from .pool_fixtures import make_mha_pool, make_mla_pool, make_swa_pool
+from .radix_fixtures import cache_params
+from .tree_requests import cached_slots, give_back, hold_prefix, new_request
 
 WINDOW = 8
 POOLS = {"mha": make_mha_pool, "mla": make_mla_pool, "swa": make_swa_pool}
 
 
 class TreeRig(ManagerRig):
-    """`kind`: "mha" or "mla" (their pools, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW).
+    """`kind`: "mha", "mla" or "swa" (a window of WINDOW), with the tree that SGLang builds for it.
 
     Sweeps have all the time they want, unless `sweep_budget_us` is given: else a slow machine's would end early. They
     go on in each step, unless `sweep_every_n_steps` is given.
@@ -50,22 +52,28 @@ class TreeRig(ManagerRig):
         kw.setdefault("surroundings", SchedulerSurroundings(None))
         super().__init__(real=make(**sizes), sliding_window_size=window, **kw)
         self.is_mla = kind == "mla"
-        self.tree = self._make_tree()
+        self.tree = self.make_tree()
         self._watch_allocators()
 
-    def _make_tree(self) -> Any:
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=1,
-            sliding_window_size=WINDOW if self.is_swa else None,
-        )
-        if not self.is_swa:
-            return RadixCache(params)
-        from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
+    def make_tree(self, disable: bool = False) -> Any:
+        """The prefix cache that SGLang builds for these pools. `disable`: one that keeps nothing."""
+        more: dict[str, Any] = {"req_to_token_pool": self.rows}
+        if self.is_swa:
+            more["sliding_window_size"] = WINDOW
+        if UNIFIED_TREE:
+            from sglang.srt.mem_cache.unified_radix_cache import ComponentType, UnifiedRadixCache
 
-        return SWARadixCache(params)
+            parts = (ComponentType.FULL, *([ComponentType.SWA] if self.is_swa else []))
+            more["tree_components"] = parts
+            return UnifiedRadixCache(cache_params(self.allocator, 1, disable, **more))
+        params = cache_params(self.allocator, 1, disable, **more)
+        if self.is_swa:
+            from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
+
+            return SWARadixCache(params)
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+
+        return RadixCache(params)
 
     def _watch_allocators(self) -> None:
         if not self.is_swa:
@@ -101,44 +109,40 @@ class TreeRig(ManagerRig):
 
     # The life of a request
 
-    def admit(self, prompt: Sequence[int], extra_key: str | None = None) -> Any:
+    def admit(self, prompt: Sequence[int], extra_key: str | None = None, rid: str = "rig") -> Any:
         """Match and lock the cached prefix, prefill the rest. Returns SGLang's own Req."""
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        req = Req("rig", "", list(prompt), SamplingParams(max_new_tokens=64), extra_key=extra_key)
-        req.req_pool_idx = next(row for row, length in self.lengths.items() if not length)
-        found = self.tree.match_prefix(
-            MatchPrefixParams(key=RadixKey(list(prompt[:-1]), extra_key))
-        )
-        slots = found.device_indices
-        req.last_node = found.last_device_node
-        req.swa_uuid_for_lock = self.tree.inc_lock_ref(req.last_node).swa_uuid_for_lock
-        req.cache_protected_len = len(slots)
-        self.rows.req_to_token[req.req_pool_idx, : len(slots)] = slots.int()
-        self.lengths[req.req_pool_idx] = len(slots)
-        self.manager.state.anchors[req.req_pool_idx] = anchor_of(extra_key)
+        req = new_request(rid, prompt, extra_key)
+        row = next(row for row, length in self.lengths.items() if not length)
+        slots = hold_prefix(self.tree, req, row)
+        self.rows.req_to_token[row, : len(slots)] = slots.int()
+        self.lengths[row] = len(slots)
+        self.manager.state.anchors[row] = anchor_of(extra_key)
         self._make_room(len(prompt) - len(slots))
         context.row_owners.extend(req, len(slots), len(prompt) - len(slots))
         chain = chain_of_tokens(prompt[: len(slots)], anchor_of(extra_key))
         known = [KnownTokens(start=len(slots), start_chain=chain)]
         self.expected = lambda batch: ExpectedTokens.from_lists(known, self.device)
-        self.recorder.result_arrived(self.extend(req.req_pool_idx, list(prompt[len(slots) :])))
+        self.recorder.result_arrived(self.extend(row, list(prompt[len(slots) :])))
         self.expected = self._starts
         return req
+
+    @staticmethod
+    def row(req: Any) -> int:
+        """Of a request that runs."""
+        return release().row_of(req)
 
     def decode_request(self, req: Any, token: int) -> None:
         """Feed one more token of the answer."""
         self._make_room(1)
         req.output_ids.append(token)
-        self.recorder.result_arrived(self.decode([req.req_pool_idx], [token]))
+        self.recorder.result_arrived(self.decode([self.row(req)], [token]))
 
     def finish(self, req: Any) -> None:
-        """cache_finished_req, and the row goes back."""
-        req.kv_committed_len = self.lengths[req.req_pool_idx]
-        self.tree.cache_finished_req(req)
-        self.recorder.row_released(req.req_pool_idx)
-        self.lengths[req.req_pool_idx] = 0
+        """The prefix cache takes its tokens, and the row goes back."""
+        row = self.row(req)
+        give_back(self.tree, req, self.lengths[row])
+        self.recorder.row_released(row)
+        self.lengths[row] = 0
 
     def serve(
         self, prompt: Sequence[int], answer: Sequence[int] = (), extra_key: str | None = None
@@ -150,9 +154,8 @@ class TreeRig(ManagerRig):
         self.finish(req)
 
     def cached_slots(self, tokens: Sequence[int], extra_key: str | None = None) -> list[int]:
-        """Full slots of the cached prefix of `tokens`, and no node is split more than a match would."""
-        key = RadixKey(list(tokens), extra_key)
-        return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices.tolist()
+        """Full slots of the cached prefix of `tokens`."""
+        return cached_slots(self.tree, tokens, extra_key).tolist()
 
     def evict(self, tokens: int, swa_tokens: int = 0) -> None:
         self.tree.evict(EvictParams(num_tokens=tokens, swa_num_tokens=swa_tokens))
@@ -185,7 +188,7 @@ class TreeRig(ManagerRig):
         for layer_id in self.pool.layers_mapping:
             shape = (len(slots), self.pool.full_kv_pool.head_num, self.pool.full_kv_pool.head_dim)
             k, v = torch.randn(2, *shape, device=self.device, dtype=self.pool.dtype)
-            self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer_id), slots, k, v)
+            self._store(layer_id, slots, k, v)
 
     def idle(self, ticks: int) -> None:
         """So many idle ticks of the scheduler, with no request."""

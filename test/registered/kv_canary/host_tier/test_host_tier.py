@@ -87,9 +87,9 @@ def test_bytes_are_on_their_way_before_records_are_read(
     host = rig.write_back(1, 20)
     copy, read = rig.host_pool.load_to_device_per_layer, []
 
-    def note(*args: object) -> None:
+    def note(*args: object, **more: object) -> None:
         read.append(rig.tier.loaded)
-        copy(*args)
+        copy(*args, **more)
 
     monkeypatch.setattr(rig.host_pool, "load_to_device_per_layer", note)
     rig.load(2, host)

@@ -30,6 +30,8 @@ from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
+pytestmark = pytest.mark.usefixtures("sweeps_never_rest")
+
 PERIOD = 10
 
 
@@ -450,7 +452,7 @@ def test_a_reporter_that_raises_does_not_silence_the_others(
             continue
         with pytest.raises(ValueError, match="broken reporter"):
             rig.decode_request(rig.req, 40 + i)
-        rig.lengths[rig.req.req_pool_idx] += 1  # decode() did not get that far
+        rig.lengths[rig.row(rig.req)] += 1  # decode() did not get that far
     assert "TAIL_K_FULL" in _health_events(events)[-1]["tags"]
 
 

@@ -37,6 +37,8 @@ from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
+pytestmark = pytest.mark.usefixtures("sweeps_never_rest")
+
 LABELS = {"model_name": "tiny", "tp_rank": 0, "runner": "target"}
 
 
@@ -186,9 +188,9 @@ def test_without_a_sweep_its_tags_have_no_series_of_violations(monkeypatch: Any)
 def test_moot_findings_are_counted(monkeypatch: Any) -> None:
     rig = MeasuredRig(monkeypatch, mode=CanaryMode.RAISE)
     req = rig.admit(list(range(20)))
-    rig.rows.req_to_token[req.req_pool_idx, 3] = 0  # as if recycled while the forward runs
-    step = rig.decode([req.req_pool_idx])
-    rig.recorder.row_released(req.req_pool_idx)
+    rig.rows.req_to_token[rig.row(req), 3] = 0  # as if recycled while the forward runs
+    step = rig.decode([rig.row(req)])
+    rig.recorder.row_released(rig.row(req))
     rig.result(step)
     rig.idle(3)
     assert rig.value("moot_total") == rig.manager.violations.moot > 0

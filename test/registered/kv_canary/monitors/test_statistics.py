@@ -18,6 +18,8 @@ from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=12, suite="stage-a-test-cpu")
 
+pytestmark = pytest.mark.usefixtures("sweeps_never_rest")
+
 
 def _rig(interval: int, events: Path, **settings: Any) -> TreeRig:
     rig = TreeRig(event_file=str(events), sweep_interval=1, **settings)
@@ -76,7 +78,7 @@ def test_a_budget_shows_as_coverage_below_one(tmp_path: Path) -> None:
         for req in reqs:
             rig.decode_request(req, i)  # one request a forward: one block, within the budget
     for i in range(20):
-        rig.decode([req.req_pool_idx for req in reqs], [i] * 4)  # four blocks
+        rig.decode([rig.row(req) for req in reqs], [i] * 4)  # four blocks
         rig.settle()
     assert _statistics(events)[0]["coverage"] == 1.0
     assert _statistics(events)[-1]["coverage"] == pytest.approx(0.25, abs=0.1)

@@ -23,6 +23,7 @@ from sglang_kv_canary.reports.flight_recorder import (
 from sglang_kv_canary.reports.known_findings import KnownReaders, finding_keys
 from sglang_kv_canary.wiring import scheduler
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary_rigs.rig_request import RigRequest
 
 register_cpu_ci(est_time=6, suite="stage-a-test-cpu")
 
@@ -117,7 +118,7 @@ def test_releases_of_a_row_are_bounded() -> None:
 
 def serve(recorder: FlightRecorder, steps: int) -> None:
     """Decode steps of the same requests, by the scheduler's hook. In step n, row r computes position 1000 r + n."""
-    requests = [SimpleNamespace(req_pool_idx=row, rid=f"req-{row}") for row in range(REQUESTS)]
+    requests = [RigRequest(row, rid=f"req-{row}") for row in range(REQUESTS)]
     for number in range(1, steps + 1):
         step = scheduler._begin_step(SimpleNamespace(reqs=list(requests), number=number))
         recorder.note_forward(number, "DECODE")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import ContentSource
 from sglang_kv_canary.config import ContentMode
@@ -25,9 +24,13 @@ from sglang_kv_canary.runner.changed_words import Word, _inverse, explaining_wor
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.wiring import surroundings
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE
+from sglang_kv_canary_rigs.tree_requests import key_of
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+
+pytestmark = pytest.mark.usefixtures("sweeps_never_rest")
 
 PROMPT = list(range(100, 120))
 
@@ -51,6 +54,11 @@ def lines_of(rig: TreeRig) -> dict[str, str]:
     return dict(scene_of(rig).lines())
 
 
+def in_node(node: Any, rest: str) -> str:
+    """What is said of `node`. A unified tree lists its slots without nodes."""
+    return "" if UNIFIED_TREE else f", in node {node.id} with {rest}"
+
+
 def reading_half_a_cached_prompt(kind: str = "mha") -> tuple[TreeRig, Any]:
     """A request whose first 8 tokens are cached, and used by nobody else."""
     rig = serving(kind)
@@ -63,23 +71,21 @@ def reading_half_a_cached_prompt(kind: str = "mha") -> tuple[TreeRig, Any]:
 
 def test_a_damaged_cached_slot_says_whose_prefix_it_is() -> None:
     rig, req = reading_half_a_cached_prompt()
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
     lines = lines_of(rig)
     assert lines["filled"] == (
         "positions 0 to 7 from the prefix cache, positions 8 to 17 by prefills; position 5 is cached"
     )
-    node = req.last_node
-    assert lines["cached"] == (
-        f"in the prefix cache at position 5, in node {node.id} with positions 0 to 7, used by 1 request"
-    )
+    node = in_node(req.last_node, "positions 0 to 7, used by 1 request")
+    assert lines["cached"] == f"in the prefix cache at position 5{node}"
 
 
 def test_one_position_is_no_range() -> None:
     rig = serving()
     rig.serve(PROMPT)
     req = rig.admit([*PROMPT[:8], 300])
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
     assert lines_of(rig)["filled"].startswith(
         "positions 0 to 7 from the prefix cache, position 8 by prefills; "
@@ -92,7 +98,7 @@ def test_one_position_is_no_range() -> None:
 def test_a_slot_of_the_requests_own_is_in_no_cache(position: int, place: str) -> None:
     rig, req = reading_half_a_cached_prompt()
     rig.decode_request(req, 7)
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, position)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), position)] += 1
     rig.decode_request(req, 8)
     lines = lines_of(rig)
     assert lines["filled"].endswith(f"; position {position} {place}")
@@ -103,13 +109,14 @@ def test_a_swa_slot_is_found_through_the_mapping() -> None:
     rig = serving("swa")
     rig.serve(PROMPT)
     req = rig.admit([*PROMPT[:18], 300])
-    slot = rig.slot(req.req_pool_idx, 16)
+    slot = rig.slot(rig.row(req), 16)
     swa_slot = int(rig.pool.full_to_swa_index_mapping[slot])
     for buffer in rig.pool.swa_kv_pool.k_buffer:
         buffer[swa_slot] += 1
     rig.decode_request(req, 7)
     assert scene_of(rig).slot == swa_slot
-    assert "in the prefix cache at position 16, in node" in lines_of(rig)["cached"]
+    node = "" if UNIFIED_TREE else ", in node"
+    assert f"in the prefix cache at position 16{node}" in lines_of(rig)["cached"]
 
 
 def test_the_sweep_says_which_node_it_read() -> None:
@@ -121,10 +128,9 @@ def test_the_sweep_says_which_node_it_read() -> None:
     (slot,) = rig.cached_slots(PROMPT)[4:5]
     rig.manager.groups[0].records("K", Side.HEAD)[slot, WORD_IDENTITY] ^= 1 << 40
     rig.idle(20)
-    found = rig.tree.match_prefix(MatchPrefixParams(key=RadixKey(PROMPT)))
-    node = found.last_device_node.id
-    expected = f"at position 4, in node {node} with positions 0 to 19, used by 0 requests"
-    assert lines_of(rig)["cached"] == f"in the prefix cache {expected}"
+    found = rig.tree.match_prefix(MatchPrefixParams(key=key_of(PROMPT)))
+    node = in_node(found.last_device_node, "positions 0 to 19, used by 0 requests")
+    assert lines_of(rig)["cached"] == f"in the prefix cache at position 4{node}"
 
 
 def test_a_large_prefix_cache_is_searched_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,16 +139,18 @@ def test_a_large_prefix_cache_is_searched_in_part(monkeypatch: pytest.MonkeyPatc
     for first in range(10):
         rig.serve([first, *PROMPT])
     req = rig.admit([*range(300, 310)])
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
-    assert lines_of(rig)["cached"] == "not in the part of the prefix cache that was searched"
+    searched = "" if UNIFIED_TREE else "part of the "  # it is listed at once
+    expected = f"not in the {searched}prefix cache{' that was searched' if searched else ''}"
+    assert lines_of(rig)["cached"] == expected
 
 
 def test_a_cache_that_cannot_be_listed_is_not_searched() -> None:
     rig = serving()
     req = rig.admit(PROMPT)
     rig.manager.radix_cache = SimpleNamespace(device="cpu")
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
     lines = lines_of(rig)
     assert "filled" in lines
@@ -152,7 +160,7 @@ def test_a_cache_that_cannot_be_listed_is_not_searched() -> None:
 def test_without_a_scheduler_nothing_is_said() -> None:
     rig = TreeRig(content=ContentMode.ALL, surroundings=None)
     req = rig.admit(PROMPT)
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
     assert {"filled", "cached"}.isdisjoint(lines_of(rig))
 
@@ -163,12 +171,12 @@ def test_without_a_scheduler_nothing_is_said() -> None:
 def test_a_wrong_token_is_shown_beside_the_requests_own() -> None:
     rig = serving()
     req = rig.admit(PROMPT)
-    slot = rig.slot(req.req_pool_idx, 5)
+    slot = rig.slot(rig.row(req), 5)
     for half in ("K", "V"):
         for side in (Side.HEAD, Side.TAIL):
             rig.manager.groups[0].records(half, side)[slot, WORD_IDENTITY] ^= 1
     rig.decode_request(req, 7)
-    row = req.req_pool_idx
+    row = rig.row(req)
     assert lines_of(rig)["diverges"] == (
         f"position 5 leads to slot {slot}, which holds token {PROMPT[5] ^ 1} instead of {PROMPT[5]}, of row {row} "
         "(forward 1)"
@@ -178,20 +186,20 @@ def test_a_wrong_token_is_shown_beside_the_requests_own() -> None:
 def test_the_whole_row_is_compared_and_not_only_what_is_near() -> None:
     rig = serving()
     req, other = rig.admit(range(500, 560)), rig.admit(PROMPT)
-    rig.rows.req_to_token[req.req_pool_idx, 2] = rig.slot(other.req_pool_idx, 2)
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 50)] += 1
+    rig.rows.req_to_token[rig.row(req), 2] = rig.slot(rig.row(other), 2)
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 50)] += 1
     rig.decode_request(req, 7)
     causes = rig.settle() and rig.manager.violations._reporter._causes.values()
     far = [c.scene for c in causes if c.scene.position == 50]
     assert [s.diverges.split(",")[0] for s in far] == [
-        f"position 2 leads to slot {rig.slot(other.req_pool_idx, 2)}"
+        f"position 2 leads to slot {rig.slot(rig.row(other), 2)}"
     ]
     assert "holds token 102 instead of 502" in far[0].diverges
 
 
 def test_a_row_as_it_should_be_diverges_nowhere() -> None:
     rig, req = reading_half_a_cached_prompt()
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
     assert scene_of(rig).diverges == ""
 
@@ -199,7 +207,7 @@ def test_a_row_as_it_should_be_diverges_nowhere() -> None:
 def test_a_decode_before_has_read_the_position() -> None:
     rig, req = reading_half_a_cached_prompt()
     rig.decode_request(req, 7)
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 8)
     assert lines_of(rig)["last read"] == (
         "forward 3 of the request read position 5, too, without this finding"
@@ -208,7 +216,7 @@ def test_a_decode_before_has_read_the_position() -> None:
 
 def test_a_prefill_before_may_not_have_read_it() -> None:
     rig, req = reading_half_a_cached_prompt()
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 12)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 12)] += 1
     rig.decode_request(req, 7)
     assert "last read" not in lines_of(rig)
 
@@ -216,7 +224,7 @@ def test_a_prefill_before_may_not_have_read_it() -> None:
 def test_a_decoded_position_may_be_newer_than_the_decode_before() -> None:
     rig, req = reading_half_a_cached_prompt()
     rig.decode_request(req, 7)
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 18)] += 1
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 18)] += 1
     rig.decode_request(req, 8)
     assert "last read" not in lines_of(rig)
 
@@ -227,7 +235,7 @@ def test_a_decoded_position_may_be_newer_than_the_decode_before() -> None:
 def test_a_flipped_bit_is_found() -> None:
     rig = serving()
     req = rig.admit(PROMPT)
-    slot = rig.slot(req.req_pool_idx, 5)
+    slot = rig.slot(rig.row(req), 5)
     row = rig.pool.v_buffer[1][slot].view(torch.int32).reshape(-1)
     was = int(row[3]) & 0xFFFFFFFF
     row[3] ^= 1 << 9
@@ -242,7 +250,7 @@ def test_a_flipped_bit_is_found() -> None:
 def test_two_words_are_explained_by_none() -> None:
     rig = serving()
     req = rig.admit(PROMPT)
-    row = rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)].view(torch.int32).reshape(-1)
+    row = rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)].view(torch.int32).reshape(-1)
     row[3] ^= 1 << 9
     row[0] ^= 1 << 9
     rig.decode_request(req, 7)
@@ -253,7 +261,7 @@ def test_bytes_that_are_right_again_are_explained_by_none() -> None:
     """They change back between the check and the scene."""
     rig = serving()
     req = rig.admit(PROMPT)
-    row = rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)].view(torch.int32).reshape(-1)
+    row = rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)].view(torch.int32).reshape(-1)
     row[3] ^= 1 << 9
     rig.decode_request(req, 7)
     row[3] ^= 1 << 9
@@ -263,7 +271,7 @@ def test_bytes_that_are_right_again_are_explained_by_none() -> None:
 def test_a_layer_that_is_zero_is_named() -> None:
     rig = serving()
     req = rig.admit(PROMPT)
-    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] = 0
+    rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] = 0
     rig.decode_request(req, 7)
     layers = rig.pool.layer_num
     assert lines_of(rig)["zero"] == f"K of the slot is all zero in 1 of {layers} buffers: 1"
@@ -274,7 +282,7 @@ def test_a_damaged_fingerprint_is_not_blamed_on_the_bytes() -> None:
     """One bit of the record alone would be explained by a word only if its key were a power of two."""
     rig = serving()
     req = rig.admit(PROMPT)
-    slot = rig.slot(req.req_pool_idx, 5)
+    slot = rig.slot(rig.row(req), 5)
     rig.manager.groups[0].records("K", Side.TAIL)[slot, WORD_CONTENT] ^= 1 << 45
     rig.decode_request(req, 7)
     assert scene_of(rig).changed == ()

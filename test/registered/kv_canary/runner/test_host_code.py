@@ -1225,11 +1225,12 @@ def test_a_process_without_a_compiler_says_so_once_and_runs_python(tmp_path: Pat
 
 LATE = """
 import logging, sys, threading
-logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
 import triton.runtime.build as build
 real, may_go_on = build.compile_module_from_src, threading.Event()
 build.compile_module_from_src = lambda *given: may_go_on.wait() and real(*given)
 from sglang_kv_canary.host_code import HOST, begin_to_compile, wait_for_compiled
+# Newer releases set up a format of their own when they are imported.
+logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s", force=True)
 wait_for_compiled(0.01)
 print(HOST.in_c, end=" ")
 may_go_on.set()

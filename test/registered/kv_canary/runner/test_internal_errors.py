@@ -42,11 +42,13 @@ from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary.wiring.hook_spec import HookType
 from sglang_kv_canary.wiring.model_runner import _around_forward, wrap_model_forward
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary.wiring.until_0_5_17 import rows
-from sglang_kv_canary_rigs.manager_rig import ManagerRig, RigRequest
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rig_request import RigRequest
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+pytestmark = pytest.mark.usefixtures("sweeps_never_rest")
 
 LABELS = {"model_name": "tiny", "tp_rank": 0, "runner": "target"}
 
@@ -561,7 +563,7 @@ def test_errors_of_the_model_pass_through_untouched(mode: CanaryMode, monkeypatc
 
 def _batch_of(row: int = 1) -> Any:
     return SimpleNamespace(
-        reqs=[SimpleNamespace(req_pool_idx=row, rid="r")],
+        reqs=[RigRequest(row)],
         forward_iter=1,
         forward_mode=ForwardMode.DECODE,
     )
@@ -571,19 +573,24 @@ def test_each_hook_that_runs_while_serving_is_guarded(in_context: Any, caplog: A
     """BEFORE and AFTER hooks are called with nothing that they expect: in mode log none of them raises."""
     rig = in_context(ManagerRig())
     context.allocator_kinds[None] = PoolKind.FULL
-    started = ("startup_check", "last_words", "memory")  # main process and start-up
+    started = {"startup_check", "last_words", "memory", "server_args"}  # main process and start-up
     at_start = {"_install", "_after_pools_exist", "_attach_radix_cache", "_mark_init_finished"}
+    at_start |= {"_after_scheduler_init", "_after_backends_exist"}
     at_start |= {"_after_tree", "refuse_tree"}  # of HiCache
+    at_start |= {"_after_init", "start_tree", "_start_without_storage"}  # of its unified tree
     at_start |= {"_after_state_args"}  # of transfers
+    at_start |= {"_after_cache"}  # of LMCache
     called = set()
     for hook in collect_hooks():
         module, name = hook.fn.__module__.rsplit(".", 1)[1], hook.fn.__name__
-        if hook.hook_type is HookType.AROUND or module in started or name in at_start:
+        calls_nothing = hook.hook_type in (HookType.BEFORE, HookType.AFTER)
+        if not calls_nothing or module in started or name in at_start:
             continue
         hook.fn(*[SimpleNamespace(device="cpu")] * 4)
         called.add(module)
     shared = {"hooks"}  # of containment, which the release's `action` lists
     shared |= {"released_memory"}  # which its `weights` lists
+    shared |= {"rows"}  # which its `scheduler` lists
     assert called <= {name.rpartition(".")[2] for name in release().hook_modules} | shared
     assert called >= {"allocator", "cuda_graph", "scheduler", "speculative", "schedule_stream"}
     assert rig.manager.errors.total > 5
@@ -620,6 +627,16 @@ def test_errors_of_the_scheduler_pass_through_the_hooks(
         around[0](*around[1])
 
 
+def _row_is_freed(row: int) -> None:
+    """As the release's hook learns it."""
+    hooks = {h.target: h.fn for h in collect_hooks() if h.fn.__module__.endswith(".rows")}
+    pool = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
+    if (free_rows := hooks.get(f"{pool}.free_rows")) is not None:  # from 0.5.21 on
+        free_rows(None, [row])
+    else:
+        hooks[f"{pool}.free"](None, RigRequest(row))
+
+
 def test_a_row_whose_release_goes_unnoticed_raises_no_false_alarm(
     in_context: Any, monkeypatch: Any
 ) -> None:
@@ -629,7 +646,7 @@ def test_a_row_whose_release_goes_unnoticed_raises_no_false_alarm(
     rig.rows.req_to_token[1, 3] = 0  # recycled while the forward runs
     step = rig.decode([1])
     monkeypatch.setattr(rig.recorder, "row_released", _broken)
-    rows.before_row_free(None, SimpleNamespace(req_pool_idx=1))
+    _row_is_freed(1)
     rig.result(step)
     assert rig.settle() == []
     assert rig.manager.errors.total == 1
@@ -703,12 +720,12 @@ def test_an_anchor_whose_write_failed_is_written_next_time(
     extra_key: str | None, in_context: Any, monkeypatch: Any
 ) -> None:
     rig = in_context(ManagerRig())
-    request = SimpleNamespace(req_pool_idx=3, extra_key="tenant", session=None)
+    request = RigRequest(3, extra_key="tenant")
     with monkeypatch.context() as patch:
         patch.setattr(anchors, "upload", _broken)
         with pytest.raises(Broken):
             anchors.update_anchors([rig.manager], [request])
-    retried = SimpleNamespace(req_pool_idx=3, extra_key=extra_key, session=None)
+    retried = RigRequest(3, extra_key=extra_key)
     rig.manager.state.anchors[3] = 17  # as far as the failed write may have come
     anchors.update_anchors([rig.manager], [retried])
     assert int(rig.manager.state.anchors[3]) == anchor_of(extra_key)

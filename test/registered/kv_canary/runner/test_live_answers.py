@@ -23,6 +23,7 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
 from sglang_kv_canary_rigs.dsv4_rig import Dsv4Rig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
 
@@ -74,7 +75,7 @@ def test_a_live_slot_has_records_a_writer_and_a_reader() -> None:
     answers = asked()
     req = answers.rig.admit(PROMPT)
     answers.rig.decode_request(req, 7)
-    row = req.req_pool_idx
+    row = answers.rig.row(req)
     slot = answers.rig.slot(row, 5)
     answer = answers.of_slot(slot)
     group = only(answer)
@@ -100,13 +101,14 @@ def test_all_rows_that_share_a_cached_slot_are_listed(monkeypatch: pytest.Monkey
     answers = asked()
     answers.rig.serve(PROMPT)
     readers = [answers.rig.admit([*PROMPT, 300 + i]) for i in range(6)]
-    slot = answers.rig.slot(readers[0].req_pool_idx, 5)
+    slot = answers.rig.slot(answers.rig.row(readers[0]), 5)
     answer = answers.of_slot(slot)
     assert [(r["row"], r["position"]) for r in answer["readers"]] == [
-        (r.req_pool_idx, 5) for r in readers
+        (answers.rig.row(r), 5) for r in readers
     ]
     (cached,) = only(answer)["cached_at"]
-    assert (cached["position"], cached["locks"]) == (5, 6)
+    locks = None if UNIFIED_TREE else 6  # that tree lists its slots without nodes
+    assert (cached["position"], cached["locks"]) == (5, locks)
     assert only(answer)["cache_searched"] == "whole"
     monkeypatch.setattr(module, "PART", 2 * 256)  # two rows at a time
     assert answers.of_slot(slot) == answer
@@ -118,7 +120,7 @@ def test_all_rows_that_share_a_cached_slot_are_listed(monkeypatch: pytest.Monkey
 def test_what_lies_behind_the_length_of_a_row_is_no_reader() -> None:
     answers = asked()
     req = answers.rig.admit(PROMPT)
-    answers.rig.rows.req_to_token[req.req_pool_idx, 40] = 77
+    answers.rig.rows.req_to_token[answers.rig.row(req), 40] = 77
     assert answers.of_slot(77)["readers"] == []
 
 
@@ -146,7 +148,7 @@ def test_a_slot_that_was_never_written_has_no_writer() -> None:
 def test_a_damaged_writer_word_names_nobody() -> None:
     answers = asked()
     req = answers.rig.admit(PROMPT)
-    slot = answers.rig.slot(req.req_pool_idx, 5)
+    slot = answers.rig.slot(answers.rig.row(req), 5)
     answers.rig.manager.groups[0].k_head[slot, 3] ^= 1
     group = only(answers.of_slot(slot))
     assert (group["state"], group["writer"]) == ("damaged", None)
@@ -156,7 +158,7 @@ def test_a_swa_group_is_asked_through_the_mapping_or_by_its_own_slot() -> None:
     answers = asked("swa")
     answers.rig.allocator.full_attn_allocator.alloc(3)  # so that equal slots have other numbers
     req = answers.rig.admit(PROMPT)
-    row, position = req.req_pool_idx, len(PROMPT) - 2
+    row, position = answers.rig.row(req), len(PROMPT) - 2
     slot = answers.rig.slot(row, position)
     swa_slot = int(answers.rig.pool.full_to_swa_index_mapping[slot])
     assert swa_slot not in (0, slot)
@@ -172,7 +174,7 @@ def test_a_swa_group_is_asked_through_the_mapping_or_by_its_own_slot() -> None:
 def test_a_slot_without_a_swa_slot_has_no_records_there() -> None:
     answers = asked("swa")
     req = answers.rig.admit(PROMPT)
-    slot = answers.rig.slot(req.req_pool_idx, 0)
+    slot = answers.rig.slot(answers.rig.row(req), 0)
     answers.rig.pool.full_to_swa_index_mapping[slot] = 0  # as eviction leaves it
     full, swa = answers.of_slot(slot)["groups"]
     assert full["state"] == "LIVE"
@@ -310,7 +312,7 @@ def test_a_running_request_says_how_its_kv_came_about() -> None:
     answers.rig.serve(PROMPT)
     req = answers.rig.admit([*PROMPT[:8], *range(300, 310)])
     answers.rig.decode_request(req, 7)
-    row = req.req_pool_idx
+    row = answers.rig.row(req)
     answer = answers.of_request(row)
     assert (answer["running"], answer["row"]) == (True, row)
     assert (answer["length"], answer["known"]) == (19, 19)
@@ -326,7 +328,7 @@ def test_a_long_request_lists_its_first_slots(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "MAX_SLOTS", 5)
     answers = asked()
     req = answers.rig.admit(PROMPT)
-    answer = answers.of_request(req.req_pool_idx)
+    answer = answers.of_request(answers.rig.row(req))
     assert (len(answer["slots"]), answer["more_slots"], answer["length"]) == (5, True, 20)
 
 
@@ -334,13 +336,13 @@ def test_a_long_request_lists_its_first_slots(monkeypatch: pytest.MonkeyPatch) -
 def test_a_row_that_leads_elsewhere_diverges(kind: str) -> None:
     answers = asked(kind)
     req, other = answers.rig.admit(range(500, 520)), answers.rig.admit(PROMPT)
-    row, position = req.req_pool_idx, 17
-    answers.rig.rows.req_to_token[row, position] = answers.rig.slot(other.req_pool_idx, 16)
+    row, position = answers.rig.row(req), 17
+    answers.rig.rows.req_to_token[row, position] = answers.rig.slot(answers.rig.row(other), 16)
     found = [group["diverges"] for group in answers.of_request(row)["groups"]]
     assert len(found) == (2 if kind == "swa" else 1)
     assert all(text.startswith(f"position {position} leads to slot ") for text in found)
     assert "which holds position 16" in found[0]
-    clean = answers.of_request(other.req_pool_idx)["groups"]
+    clean = answers.of_request(answers.rig.row(other))["groups"]
     assert {group["diverges"] for group in clean} == {None}
 
 
@@ -355,7 +357,7 @@ def test_a_request_that_has_ended_has_no_slots() -> None:
 def test_a_row_that_was_given_back_while_an_answer_waits_says_nothing_of_the_next_owner() -> None:
     answers = asked()
     req = answers.rig.admit(PROMPT)
-    answer = answers.request(f"req-{req.req_pool_idx}")
+    answer = answers.request(f"req-{answers.rig.row(req)}")
     next(answer)  # the copy of the row is under way
     answers.rig.finish(req)
     assert told(answer)["groups"] == []
@@ -379,7 +381,7 @@ def test_steps_go_on_while_a_request_is_looked_for(monkeypatch: pytest.MonkeyPat
     assert [(pause.host, pause.ready(), pause.ready()) for pause in pauses] == [
         ((), False, True)
     ] * 3
-    answer = answers.request(f"req-{old.req_pool_idx}")
+    answer = answers.request(f"req-{answers.rig.row(old)}")
     next(answer)
     answers.rig.decode_request(req, 8)
     found = told(answer)
@@ -398,13 +400,13 @@ def test_no_token_is_shown_after_redaction() -> None:
     answers = asked()
     prompt = list(range(70001, 70021))
     req = answers.rig.admit(prompt)
-    slot = answers.rig.slot(req.req_pool_idx, 5)
+    slot = answers.rig.slot(answers.rig.row(req), 5)
     for half in ("K", "V"):
         for side in (Side.HEAD, Side.TAIL):
             answers.rig.manager.groups[0].records(half, side)[slot, WORD_IDENTITY] ^= 1
     answers.rig.decode_request(req, 7)
     answers.rig.settle()
-    found = [answers.of_slot(slot), answers.of_request(req.req_pool_idx)]
+    found = [answers.of_slot(slot), answers.of_request(answers.rig.row(req))]
     assert "7000" in json.dumps(found)
     shown = json.dumps([Redaction().apply(answer) for answer in found])
     assert "7000" not in shown

@@ -37,8 +37,9 @@ from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.speculative import mark_unfilled
 from sglang_kv_canary_rigs.launch_variants import LaunchVariants, missing
-from sglang_kv_canary_rigs.manager_rig import MAX_REQUESTS, ManagerRig, RigRequest
+from sglang_kv_canary_rigs.manager_rig import MAX_REQUESTS, ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
+from sglang_kv_canary_rigs.rig_request import RigRequest
 from sglang_kv_canary_rigs.spec_rig import ROWS, SpecRig, accept, scratch, v1_step
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")

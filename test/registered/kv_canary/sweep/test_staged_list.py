@@ -1,7 +1,7 @@
 """Trees that list all of their slots at once, as SGLang's core in Rust: verified in parts, over many steps.
 
-The tree is the installed release's own. Its list is made by the canary's own walk, in the form of the newer releases:
-those cannot be had beside this pool. `test_e2e_sweep.py` has the real ones.
+The tree is the installed release's own. Where it does not list its slots itself, the canary's own walk does, in the
+form of the newer releases.
 """
 
 from __future__ import annotations
@@ -43,10 +43,15 @@ class _Core:
     """Lists like the tree core of newer releases: all slots, in host memory, with -1 before the first of a prefix."""
 
     def __init__(self, tree: Any) -> None:
-        self._tree, self.walks = tree, 0
+        self._tree, self._own, self.walks = tree, getattr(tree, "tree_core", None), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
     def walk_for_kv_canary(self, unlocked_only: bool, swa_resident_only: bool) -> Any:
         self.walks += 1
+        if self._own is not None:
+            return self._own.walk_for_kv_canary(unlocked_only, swa_resident_only)
         walker = RadixCacheWalker(self._tree, unlocked_only, swa_resident_only)
         chunk = walker.next_chunk() or walker.empty_result()
         return SimpleNamespace(

@@ -23,9 +23,13 @@ from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep import orchestrator
 from sglang_kv_canary.sweep import report as sweep_report
 from sglang_kv_canary.sweep.orchestrator import IDLE_CONTENT_FACTOR, SweepOrchestrator, legs_of
+from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE
+from sglang_kv_canary_rigs.radix_fixtures import cache_params
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+pytestmark = pytest.mark.usefixtures("sweeps_never_rest")
 
 PROMPT = list(range(100, 140))
 ANSWER = [5, 6, 7]
@@ -298,7 +302,10 @@ def test_namespaces_have_their_own_anchor() -> None:
     group = rig.manager.groups[0]
     group.k_head[salted] = group.k_head[rig.cached_slots(PROMPT)[0]]  # equal token, other namespace
     rig.passes(1)
-    assert ("SWEEP_K_FULL", "CHAIN", salted, 0) in _found(rig)
+    # A tree that lists its slots at once tells no namespaces: there the next slot has the wrong predecessor.
+    position = 1 if UNIFIED_TREE else 0
+    found_at = rig.cached_slots(PROMPT, "salt")[position]
+    assert ("SWEEP_K_FULL", "CHAIN", found_at, position) in _found(rig)
     assert first not in {v.slot for v in rig.reported}
 
 
@@ -344,7 +351,7 @@ def test_a_finished_requests_last_token_is_swept_at_once() -> None:
     rig = SweptRig(mode=CanaryMode.LOG)
     req = rig.admit(PROMPT)
     req.output_ids.append(5)
-    step = rig.decode([req.req_pool_idx], [5])  # launched, and its result is not in
+    step = rig.decode([rig.row(req)], [5])  # launched, and its result is not in
     rig.finish(req)
     rig.passes(1)
     assert rig.settle() == []
@@ -573,24 +580,26 @@ def test_new_findings_and_their_end_are_reported_at_once(tmp_path: Path) -> None
 # What there is to walk
 
 
-def test_a_cache_without_prefixes_is_said_once(tmp_path: Path) -> None:
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+def _without_prefixes(rig: TreeRig) -> Any:
+    """What SGLang makes with --disable-radix-cache."""
+    if UNIFIED_TREE:
+        return rig.make_tree(disable=True)
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
+    params = cache_params(rig.allocator, 1, True, req_to_token_pool=rig.rows)
+    return ChunkCache(params)
+
+
+def test_a_cache_without_prefixes_is_said_once(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     rig = TreeRig(sweep_interval=1, event_file=str(events))
-    params = CacheInitParams(
-        disable=True,
-        req_to_token_pool=rig.rows,
-        token_to_kv_pool_allocator=rig.allocator,
-        page_size=1,
-    )
     orchestrator = SweepOrchestrator(rig.manager.config, rig.manager.groups, rig.manager.sink)
     rig.manager.observers.append(orchestrator)
-    rig.manager.attach_radix_cache(ChunkCache(params))
+    cache = _without_prefixes(rig)
+    rig.manager.attach_radix_cache(cache)
     rig.idle(5)
     (said,) = _events(events, "sweep_nothing_to_walk")
-    assert "ChunkCache" in said["reason"]
+    assert type(cache).__name__ in said["reason"]
 
 
 def test_no_prefix_cache_at_all_is_said_once(tmp_path: Path) -> None:

@@ -19,16 +19,17 @@ from sglang_kv_canary.wiring.adapters import anchor_of_key, knows_adapter, share
 from sglang_kv_canary.wiring.anchors import update_anchors
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rig_request import RigRequest
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
 
 def _request(
     row: int, extra_key: str | None, session: str | None = None, lora: str | None = None
-) -> SimpleNamespace:
-    """The fields of SGLang's Req that are read. `session`: a streaming one."""
+) -> RigRequest:
+    """`session`: a streaming one."""
     kept = session and SimpleNamespace(session_id=session, streaming=True)
-    return SimpleNamespace(req_pool_idx=row, extra_key=extra_key, session=kept, lora_id=lora)
+    return RigRequest(row, extra_key=extra_key, session=kept, lora_id=lora)
 
 
 def _share_prefix(rig: ManagerRig, reader_key: str | None) -> list:

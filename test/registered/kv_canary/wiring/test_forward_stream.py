@@ -17,6 +17,7 @@ from sglang_kv_canary.wiring import disaggregation, schedule_stream
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.forward_stream import await_forwards, on_forward_stream
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rig_request import RigRequest
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -88,7 +89,8 @@ def test_the_records_of_a_retracted_request_are_copied_after_the_check_of_its_ar
     current = SimpleNamespace(wait_stream=wait_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(context, "forward_stream", FORWARDS if has_streams else None)
-    request = SimpleNamespace(req_pool_idx=1, seqlen=21)
+    request = RigRequest(1)
+    request.seqlen = 21
     before = records[slots].clone()
     disaggregation._before_offload(request)
     copied = getattr(request, disaggregation.COPY)[0]

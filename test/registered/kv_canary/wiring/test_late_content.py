@@ -18,7 +18,9 @@ from sglang_kv_canary.single_forward_manager import content_can_wait, late_conte
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.wiring import collect_hooks, late_work
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.kernel_cases import ContentShape, make_group
+from sglang_kv_canary_rigs.on_releases import is_from_0_5_22
 from sglang_kv_canary_rigs.overlap_rig import LONG, SHORT, OverlapScheduler
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
@@ -162,6 +164,7 @@ def test_late_fingerprints_that_never_come_are_told(
         {"speculative_algorithm": "EAGLE"},
         {"enable_pdmux": True},
         {"disaggregation_mode": "decode"},
+        *([{"enable_unified_memory": True}] if is_from_0_5_22(release()) else []),
     ],
     ids=str,
 )
@@ -171,6 +174,7 @@ def test_where_checks_may_wait(argument: dict[str, Any]) -> None:
         "speculative_algorithm": None,
         "enable_pdmux": False,
         "disaggregation_mode": "prefill",
+        "enable_unified_memory": False,
     }
     assert late_work.checks_may_wait(SimpleNamespace(**usual))
     assert not late_work.checks_may_wait(SimpleNamespace(**{**usual, **argument}))

@@ -18,8 +18,7 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.from_0_5_17.moved_mappings import before_action, before_move
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.v0_5_22 import moved_mappings as of_0_5_22
-from sglang_kv_canary_rigs.radix_fixtures import cache_params
-from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
+from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -61,22 +60,7 @@ def test_records_of_unified_memory_follow_a_move(waits: list[Any], shared: objec
 
 
 class _Rig(TreeRig):
-    """SGLang's unified tree over pools with a sliding window."""
-
-    def _make_tree(self) -> Any:
-        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-        components = (ComponentType.FULL, ComponentType.SWA)
-        params = cache_params(
-            self.allocator,
-            1,
-            False,
-            req_to_token_pool=self.rows,
-            tree_components=components,
-            sliding_window_size=WINDOW,
-        )
-        return UnifiedRadixCache(params)
+    """The prefix cache over pools with a sliding window."""
 
     def cache_again(self) -> None:
         """Other slots for TOKENS, with SWA slots of their own."""

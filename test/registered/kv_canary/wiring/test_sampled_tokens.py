@@ -15,6 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.wiring import sampled_tokens
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rig_request import RigRequest
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -49,7 +50,7 @@ def _first_stage(rig: ManagerRig, accepted: list[list[int]]) -> None:
         accept_lens=torch.tensor([len(each) for each in accepted], dtype=torch.int32),
     )
     scheduler = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=False))
-    batch = SimpleNamespace(reqs=[SimpleNamespace(req_pool_idx=row) for row in (1, 2)])
+    batch = SimpleNamespace(reqs=[RigRequest(row) for row in (1, 2)])
     sampled_tokens._before_process_result(scheduler, batch, result)
 
 
@@ -90,7 +91,7 @@ def test_a_stage_whose_request_has_ended(rig) -> None:
     """Its row may be another request's by then: nothing is noted for it."""
     _first_stage(rig, [[8], [46, 47, 9]])
     noted = rig.manager.state.row_memory.sampled.clone()
-    batch = SimpleNamespace(reqs=[SimpleNamespace(req_pool_idx=row) for row in (None, 2)])
+    batch = SimpleNamespace(reqs=[RigRequest(row) for row in (None, 2)])
     result = SimpleNamespace(
         next_token_ids=torch.tensor([5, 77, 77, 9, 77, 77]), accept_lens=torch.tensor([1, 1])
     )

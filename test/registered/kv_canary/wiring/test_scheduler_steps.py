@@ -22,6 +22,7 @@ from sglang_kv_canary.wiring import scheduler as hooks
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.request_names import MOST_VOID, RequestNames
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.rig_request import RigRequest
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -33,7 +34,7 @@ class Loop:
         self.rig, self._iterations = rig, itertools.count(1)
 
     def launch(self, row: int, damage: bool = False, has_row: bool = True) -> ScheduleBatch:
-        request = SimpleNamespace(req_pool_idx=row if has_row else None, rid=f"request-{row}")
+        request = RigRequest(row if has_row else None, rid=f"request-{row}")
         batch = ScheduleBatch(reqs=[request], forward_mode=ForwardMode.DECODE)
 
         def run_batch(_: Any, batch: ScheduleBatch) -> object:
@@ -289,6 +290,11 @@ class _Request:
 
     def __init__(self, row: int | None, rid: str) -> None:
         self.row, self.rid = row, rid
+
+    @property
+    def kv(self) -> _Request:
+        """Where newer releases keep the row."""
+        return self
 
     @property
     def req_pool_idx(self) -> int | None:

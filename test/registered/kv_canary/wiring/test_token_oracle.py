@@ -19,9 +19,10 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of, tokens_of_request
 from sglang_kv_canary.wiring.sampled_tokens import _after_sample
 from sglang_kv_canary.wiring.token_oracle import token_oracle_of
-from sglang_kv_canary_rigs.hooked import hook_in
+from sglang_kv_canary_rigs.hooked import extend_to, hook_in
 from sglang_kv_canary_rigs.kernel_cases import kernel_device
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.tree_requests import kv_of, new_request
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=10, suite="stage-b-test-1-gpu-small")
@@ -95,12 +96,10 @@ def test_most_drafts_are_accepted_and_some_are_not() -> None:
 
 
 def _request(request_id: str, prompt: list[int], answer: list[int]) -> Any:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    request = Req(request_id, "", prompt, SamplingParams(max_new_tokens=64))
-    request.output_ids, request.req_pool_idx = answer, 1
-    request.fill_ids = prompt + answer
+    request = new_request(request_id, prompt)
+    kv_of(request).req_pool_idx = 1
+    request.output_ids.extend(answer)
+    extend_to(request, len(prompt) + len(answer))
     return request
 
 
