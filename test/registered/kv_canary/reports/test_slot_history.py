@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sglang_kv_canary
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
@@ -26,8 +27,11 @@ from sglang_kv_canary.testing.consts import PROCESS_TIMEOUT_S
 from sglang_kv_canary.wiring import call_site
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary_rigs.hooked import cache_request, hook_in
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool, taken_by
+from sglang_kv_canary_rigs.tree_requests import note_length
+from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
@@ -344,6 +348,46 @@ def test_frees_of_a_sliding_window_pool_name_the_caller_in_both_slot_spaces() ->
     for kind, number in ((PoolKind.FULL, slot), (PoolKind.SWA, swa_slot)):
         alloc, free = moments(rig, number, kind)
         assert (alloc.kind, free.kind, free.request_id) == (ALLOC, FREE, "ada")
+
+
+class _HookedRig(TreeRig):
+    """The hooks see what its prefix cache frees."""
+
+    def _watch_allocators(self) -> None:
+        watch_allocator(self.allocator)
+
+
+@pytest.mark.parametrize("kind", ["mha", "swa"])
+def test_a_prefix_cache_does_not_hide_who_frees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases free through many functions of their tree. Both requests have the same tokens."""
+    from sglang.srt.mem_cache import common
+
+    rig, prompt = _HookedRig(kind), range(100, 120)
+    hook_in(rig, monkeypatch)
+    monkeypatch.setattr(context, "history", rig.history)
+
+    def last_free(*place: int) -> tuple[str, str | None]:
+        free = moments(rig, *place)[-1]
+        assert free.kind is FREE
+        return free.site.purpose, free.request_id
+
+    requests = [rig.admit(list(prompt), rid=rid) for rid in ("ada", "ben")]
+    bens = rig.row(requests[1])
+    slot = rig.slot(bens, 3)
+    for req in requests:
+        cache_request(rig.tree, req, len(prompt))
+        rig.decode_request(req, 7)
+    assert last_free(slot) == ("insert of an unfinished request", "ben")
+    slot = rig.slot(bens, len(prompt))
+    for req in requests:
+        note_length(req, len(prompt) + 1)
+        req.finished_reason = FINISH_LENGTH(1)
+        with_checkpoint = taken_by(common.release_kv_cache, checkpoint=True)
+        common.release_kv_cache(req, rig.tree, **with_checkpoint)
+    assert last_free(slot) == ("end of a request", "ben")
+    cached = rig.cached_slots([*prompt, 7])
+    rig.evict(30, 30)
+    assert last_free(cached[-1]) == ("eviction", None)
 
 
 def test_a_flush_is_in_the_history_of_every_slot() -> None:

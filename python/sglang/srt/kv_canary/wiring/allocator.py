@@ -84,7 +84,7 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     if not free_index.numel():
         return
     context.frees += 1
-    call = call_of(free_index.numel()) if context.history else None
+    call = call_of(free_index.numel(), is_free=True) if context.history else None
     if release().queues_frees(allocator):
         context.queued_frees.queue(call)
     elif allocator in context.allocator_kinds:

@@ -28,6 +28,7 @@ _PURPOSES = (
     ("cache_unfinished_req", "insert of an unfinished request"),
     ("cache_finished_req", "end of a request"),
     ("release_kv_cache", "end of a request"),
+    ("checkpoint", "insert of an unfinished request"),
     ("session", "session"),
     ("external_load", "load from LMCache"),
     ("failed_load", "load from LMCache that is given up"),
@@ -36,6 +37,19 @@ _PURPOSES = (
     ("verify", "verify"),
     ("alloc_for_decode", "decode"),
     ("alloc_for_extend", "prefill"),
+)
+
+# Functions of SGLang's allocators and prefix caches that only pass on what is freed.
+_PASS_ON = frozenset(
+    {
+        *("free", "free_full", "free_swa", "free_page_ids", "_free_swa_pages", "_release_swa"),
+        *("free_segment", "free_full_segment", "free_swa_segment"),
+        *("free_segments", "free_full_segments"),
+        *("free_kv_row", "free_kv_row_segments"),
+        *("insert", "_free_values", "_apply_eviction_result", "_drain_device_frees"),
+        *("apply_component_action", "_apply_cache_action", "_apply_cache_actions"),
+        *("checkpoint", "checkpoint_into_tree", "insert_req"),
+    }
 )
 
 
@@ -52,10 +66,11 @@ SITES: list[CallSite] = [CallSite("", ())]
 _stacks: dict[tuple[int, ...], _Stack] = {}
 
 
-def call_of(count: int, inside: str = "") -> SlotCalls | None:
+def call_of(count: int, inside: str = "", is_free: bool = False) -> SlotCalls | None:
     """The call of an allocator with `count` slots that led to the hook which calls this. None outside of hooks.
 
-    `inside`: a part of the paths of files whose functions only pass the call on.
+    `inside`: a part of the paths of files whose functions only pass the call on. `is_free`: slots are freed, which
+    goes through several functions of newer releases.
     """
     caller = HOST.caller(2)  # what calls the hook
     if caller is None:
@@ -67,6 +82,8 @@ def call_of(count: int, inside: str = "") -> SlotCalls | None:
             frame = frame.f_back
     if inside:
         frame = _caller_of(frame, inside)
+    while is_free and frame is not None and _passes_on(frame.f_code):
+        frame = frame.f_back
     return HOST.call_from(frame, count, _stacks, _learn)
 
 
@@ -100,6 +117,11 @@ def _learn(key: tuple[int, ...], codes: tuple[CodeType, ...]) -> _Stack:
 def _is_inner(code: CodeType) -> bool:
     """Whether it is the canary's, or a wrapper of SGLang's plugin framework."""
     return code.co_filename.startswith(_OURS) or _HOOKS in code.co_filename
+
+
+def _passes_on(code: CodeType) -> bool:
+    """Whether it only passes on what is freed. Some of these functions are hooked themselves."""
+    return code.co_name in _PASS_ON or _is_inner(code)
 
 
 def _has_request(code: CodeType) -> bool:

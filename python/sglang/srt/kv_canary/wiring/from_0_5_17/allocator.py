@@ -21,7 +21,7 @@ def _before_release(allocator: Any, *page_ids: torch.Tensor) -> None:
         return
     for pages in page_ids:
         first_slots = pages.detach() * allocator.page_size
-        call = call_of(pages.numel()) if context.history else None
+        call = call_of(pages.numel(), is_free=True) if context.history else None
         context.slot_event(allocator, SlotEventKind.FREE, first_slots, call)
 
 

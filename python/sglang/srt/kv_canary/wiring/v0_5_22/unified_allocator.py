@@ -38,7 +38,7 @@ def _before_free(part: Any, free_index: Any, *, _pages: torch.Tensor | None = No
     if free_index is None or not free_index.numel() or part not in context.allocator_kinds:
         return
     context.frees += 1
-    call = call_of(free_index.numel(), _FILES) if context.history else None
+    call = call_of(free_index.numel(), _FILES, is_free=True) if context.history else None
     if part.free_group is not None:
         context.queued_frees.queue(call)
         return
@@ -57,7 +57,7 @@ def _before_free_of_all(allocator: Any, free_index: Any) -> None:
         return
     context.frees += 1
     if allocator.free_group is not None and context.history:
-        context.queued_frees.queue(call_of(free_index.numel(), _FILES))
+        context.queued_frees.queue(call_of(free_index.numel(), _FILES, is_free=True))
 
 
 @guarded
