@@ -8,7 +8,6 @@ import sys
 from typing import ClassVar
 
 import pytest
-import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
@@ -29,14 +28,11 @@ from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
-pytestmark = [
-    from_0_5_22,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="its layout is one that CPUs copy"),
-]
+pytestmark = from_0_5_22
 
 PROMPT, CHUNK = 160, consts.CHUNKED_PREFILL_SIZE
-# SGLang keeps states in no other layout.
-LAYOUT = {"hicache_mem_layout": "page_first_direct"}
+# Of the two layouts in which SGLang keeps states, the one that CPUs and GPUs copy.
+LAYOUT = {"hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct"}
 
 
 class HybridHiCache(HiCacheE2E):

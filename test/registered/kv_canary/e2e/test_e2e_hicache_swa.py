@@ -8,12 +8,11 @@ import sys
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
-from sglang_kv_canary.testing.hicache_mode import FILL_INS
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, ON_CPU
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import CanaryServer
@@ -25,10 +24,7 @@ from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 
-pytestmark = [
-    from_0_5_22,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="its layout is one that CPUs copy"),
-]
+pytestmark = from_0_5_22
 
 WINDOW = consts.SWA_WINDOW
 PROMPT, CHUNK = 100, consts.CHUNKED_PREFILL_SIZE
@@ -153,8 +149,8 @@ class TestWriteBack(SwaTraffic):
 class TestPage16(SwaTraffic):
     flags: ClassVar = {**SwaTraffic.flags, "page_size": consts.PAGE_SIZE}
     # SGLang's page allocator is a Triton kernel.
-    env: ClassVar = {**SwaTraffic.env, **INTERPRETED}
-    plugins: ClassVar = (*FILL_INS, quick_interpreter)
+    env: ClassVar = {**SwaTraffic.env, **(INTERPRETED if ON_CPU else {})}
+    plugins: ClassVar = (*FILL_INS, quick_interpreter) if ON_CPU else ()
 
 
 @long_on_newer_releases
