@@ -261,7 +261,8 @@ class ManagerRig:
     ) -> AbstractContextManager[None]:
         if not release().has_own_canary:
             return translated_once(self.pool, batch)
-        batch.out_cache_loc_swa = translate_full_to_swa(mapping, batch.out_cache_loc)
+        slots = translate_full_to_swa(mapping, batch.out_cache_loc)
+        batch.out_cache_loc_swa = slots.to(release().swa_location)
         return nullcontext()
 
     def _model(self, slots: torch.Tensor) -> None:

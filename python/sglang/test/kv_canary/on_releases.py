@@ -22,6 +22,7 @@ __all__ = [
     "is_from_0_5_22",
     "long_on_newer_releases",
     "refused_on_newer_releases",
+    "with_disaggregation",
     "with_hicache_storage",
 ]
 
@@ -61,6 +62,10 @@ REFUSES_STORAGE = any(
 with_hicache_storage = pytest.mark.skipif(
     REFUSES_STORAGE,
     reason="this release refuses HiCache with storage; lifted by make test SGLANG=0.5.23",
+)
+with_disaggregation = pytest.mark.skipif(
+    release().transfers is None,
+    reason="this release refuses disaggregation; lifted by make test SGLANG=0.5.23",
 )
 # From 0.5.19 on it is the prefix cache of all models. The controller of its HiCache has groups of host pools.
 UNIFIED_TREE = not {"until_0_5_17.hicache", "v0_5_17.hicache", "v0_5_18.hicache"} & set(

@@ -51,6 +51,11 @@ class _Request:
         return self
 
     @property
+    def extend_range(self) -> Any:
+        """Of 0.5.17 to 0.5.20: all of its tokens are computed."""
+        return SimpleNamespace(end=len(self.tokens))
+
+    @property
     def origin_input_ids(self) -> list[int]:
         return [*self.tokens, *range(self.to_come)]
 

@@ -22,9 +22,9 @@ from sglang_kv_canary.wiring.containment.held_sends import (
     HeldSends,
 )
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.v0_5_12 import pairs
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.on_releases import with_disaggregation
 from sglang_kv_canary_rigs.rig_request import RigRequest
 
 register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
@@ -193,10 +193,7 @@ def test_what_sglang_has_ended_is_not_sent(request_: Any) -> None:
     assert sent == []
 
 
-@pytest.mark.skipif(
-    release().transfers is None,
-    reason="this release refuses disaggregation; lifted by make test SGLANG=0.5.23",
-)
+@with_disaggregation
 def test_a_prompt_is_looked_through_for_images_once_however_long_it_is_held(
     request_: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

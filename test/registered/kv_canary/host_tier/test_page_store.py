@@ -49,7 +49,7 @@ from sglang_kv_canary.wiring import hicache_storage
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
-from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE, is_from_0_5_22
+from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE, with_hicache_storage
 from sglang_kv_canary_rigs.pool_fixtures import taken_by
 from sglang_kv_canary_rigs.radix_fixtures import make_tree
 from sglang_kv_canary_rigs.tree_requests import key_of
@@ -1371,6 +1371,7 @@ def _attach_files(rig: HiCacheRig, folder: Path, monkeypatch: pytest.MonkeyPatch
     return [f"page{slot}" for slot in range(len(rig.host))]
 
 
+@with_hicache_storage
 def test_a_full_disk_is_no_error_of_the_canary(
     rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1387,6 +1388,7 @@ def test_a_full_disk_is_no_error_of_the_canary(
     assert (store.unwritable, store.stored, store._storing) == (20, 20, {})
 
 
+@with_hicache_storage
 def test_a_page_that_goes_while_others_are_stored_is_not_written_without_records(
     rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1444,12 +1446,12 @@ def test_a_prefetch_that_is_over_writes_no_more_pages_than_sglang_does(
     monkeypatch: pytest.MonkeyPatch,
     has_canary: bool,
 ) -> None:
-    """The host slots may be those of others by then. Up to 0.5.21 SGLang itself writes a page of the batch."""
+    """The host slots may be those of others by then. Older releases write a page of the batch that they read."""
     keys = _attach_files(rig, tmp_path, monkeypatch)
     assert rig.controller._generic_page_set(keys, rig.host)
     if not has_canary:
         monkeypatch.setattr(context, "host_tier", None)
-    written = [] if is_from_0_5_22(release()) else [0]
+    written = [] if UNIFIED_TREE else [0]
     assert _prefetch_into(rig.host, rig, keys, flushed_at=3) == written
 
 

@@ -14,6 +14,7 @@ from sglang_kv_canary.wiring import collect_hooks
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.swept_slots import await_sweep, wait_for_sweep
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.on_releases import with_disaggregation
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -76,6 +77,7 @@ def test_without_a_canary_nobody_waits() -> None:
     wait_for_sweep()
 
 
+@with_disaggregation
 def test_slots_are_given_to_a_transfer_after_the_sweep(
     rig: ManagerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +109,7 @@ class _Queued:
             self._launch(*self._launches.pop(0))
 
 
+@with_disaggregation
 @pytest.mark.parametrize("content", [ContentMode.NONE, ContentMode.ALL], ids=str)
 def test_an_eviction_for_a_transfer_is_no_finding_of_a_sweep_that_waits(
     content: ContentMode, monkeypatch: pytest.MonkeyPatch
