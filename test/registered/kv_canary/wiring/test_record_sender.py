@@ -6,7 +6,9 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from sglang_kv_canary.record import RECORD_BYTES
 from sglang_kv_canary.transfer.layout import TransferLayout, transferred_records
 from sglang_kv_canary.transfer.notice import Notice, NoticeBoard, SentChunks
 from sglang_kv_canary.wiring import nixl
+from sglang_kv_canary.wiring.arrivals import news
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.mooncake import MOONCAKE
 from sglang_kv_canary.wiring.nixl_notices import without_notice
@@ -563,6 +566,24 @@ def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
         kv_manager.conclude_transfer(status=KVPoll.Success, bootstrap_room=7)
     assert len(ended) == 2
     assert caplog.text.count("decode rank that a transfer goes to has failed") == 1
+
+
+class _SlowName(str):
+    """Other threads run whenever a table asks for its hash, as they may on any machine."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        time.sleep(0.0005)
+        return super().__hash__()
+
+
+def test_threads_that_count_the_same_say_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's threads count states that were not sent. Each number is one thread's, so none is said twice."""
+    monkeypatch.setattr(context, "told", type(context.told)())
+    with ThreadPoolExecutor(8) as threads:
+        said = list(threads.map(lambda _: news(_SlowName("peer"), "what"), range(104)))
+    assert sorted(said, reverse=True)[:3] == [100, 1, 0]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ It imports nothing from SGLang: in some releases such imports fail, and the reas
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -99,8 +98,8 @@ class CanaryContext:
         False  # a prefill or a decode server that ends requests: its chains start as its peer's
     )
     adapters: AdapterNames | None = None  # with LoRA on a server of a prefill-decode pair
-    # Requests by (peer, what of their KV is not checked)
-    told: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # By (peer, what of requests' KV is not checked): numbers its requests, from 1
+    told: dict[tuple[str, str], Iterator[int]] = field(default_factory=dict)
     host_tier: HostTier | None = None  # HiCache's host pool; None: there is none
     # Records beside the pages of its storage backends: of the one that is attached now, the last
     page_stores: list[PageStore] = field(default_factory=list)
