@@ -388,7 +388,9 @@ DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_a
 DROP_FIRST_TOKEN = "drop_first_token"  # of the answer: what an earlier request left there is read
 DROP_WINDOW = "drop_window"  # of layers with a sliding window, whose KV is SGLang's first state
 DROP_KEYS = DROP_WINDOW  # of an indexer: the same
-LOSE_KEY_RECORDS = "lose_key_records"  # Mooncake says that they were not sent. The keys were
+LOSE_KEYS, LOSE_KEY_RECORDS = "lose_keys", "lose_key_records"  # Mooncake says: not sent
+# By component of the state and buffer. Records of latent rows are the first of SGLang's last component
+_LOST = {LOSE_KEYS: (0, 0), LOSE_KEY_RECORDS: (-1, 1)}
 AGAIN_LATER, RELEASED = "again_later", "released"
 HOST_COPY, HOST_KEYS = "host_copy", "host_keys"
 HOLD_LOADS = "hold_loads"  # of HiCache
@@ -445,15 +447,17 @@ def _damaged_in_transit(
     original: Callable[..., int], kv_manager: Any, session: str, blocks: Blocks
 ) -> int:
     _send_again_later(functools.partial(original, kv_manager, session, list(blocks)))
-    if _fault()[1] == LOSE_KEY_RECORDS and _are_key_records(kv_manager.kv_args, blocks):
+    if _are_lost(kv_manager.kv_args, blocks):
         return -1
     return original(kv_manager, session, damaged(_fault()[1], kv_manager.kv_args, blocks))
 
 
-def _are_key_records(args: Any, blocks: Blocks) -> bool:
-    """Those of latent rows are the first of SGLang's last component, those of index keys the second."""
-    start, size = args.state_data_ptrs[-1][1], args.state_data_lens[-1][1]
-    return bool(blocks) and all(start <= source < start + size for source, _, _ in blocks)
+def _are_lost(args: Any, blocks: Blocks) -> bool:
+    if (fault := _fault()[1]) not in _LOST:
+        return False
+    component, buffer = _LOST[fault]
+    start, size = args.state_data_ptrs[component][buffer], args.state_data_lens[component][buffer]
+    return any(start <= source < start + size for source, _, _ in blocks)
 
 
 def _send_again_later(send: Callable[[], Any]) -> None:

@@ -115,6 +115,15 @@ def test_the_last_token_did_not_arrive(mha):
     assert {v.values["expected_position"] for v in found} == {len(TOKENS) - 1}
 
 
+def test_states_that_the_transport_has_lost(scene):
+    """Their records have come before them, and count for nothing. Those of full slots do."""
+    scene.transfer(HERE, THERE)
+    found = scene.arrive(of(lost_states=True))
+    lost = {g.group.kind.value for g in scene.groups} - {"FULL"}
+    assert {v.tag.rpartition("_")[2] for v in found} == lost
+    assert reasons(found) == (Reason.NEVER_WRITTEN if lost else Reason(0))
+
+
 def test_bytes_that_changed_on_the_way(mha):
     mha.transfer(HERE, THERE)
     mha.full.memories["V"][1].write(mha.slot(THERE, 4), b"\xff\xfe\xfd")

@@ -105,13 +105,13 @@ def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSe
     assert (notice.has_records, notice.keeps_content, notice.why) == (True, True, "")
 
 
-@pytest.mark.parametrize("state", ["nsa", "dsa"])
-def test_records_of_index_keys_go_with_the_keys(
+def _manager_of_keys(
     monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
-    """SGLang sends all of them with the last chunk. By then the prefix cache may have re-pointed pages."""
+) -> tuple[SimpleNamespace, TransferLayout, ManagerRig]:
+    """A KV manager of a server with index keys, which sends to `peer`. `state`: SGLang's name of the keys."""
     rig = ManagerRig(real=make_nsa_pool())
     monkeypatch.setattr(context, "managers", [rig.manager])
+    monkeypatch.setattr(context, "sent_chunks", SentChunks())
     layout = TransferLayout.of(rig.manager.groups, 64, rig.manager.config.content_mode, 1, 1)
     peer = SimpleNamespace(
         endpoint="127.0.0.1",
@@ -125,6 +125,15 @@ def test_records_of_index_keys_go_with_the_keys(
         bootstrap_port=2,
         kv_args=SimpleNamespace(engine_rank=0, state_types=[SimpleNamespace(value=state)]),
     )
+    return kv_manager, layout, rig
+
+
+@pytest.mark.parametrize("state", ["nsa", "dsa"])
+def test_records_of_index_keys_go_with_the_keys(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """SGLang sends all of them with the last chunk. By then the prefix cache may have re-pointed pages."""
+    kv_manager, layout, rig = _manager_of_keys(monkeypatch, state)
     posted: list[tuple[list[int], list[int]]] = []
 
     def post(_: str, sides: Sides) -> Callable[[], int]:
@@ -144,6 +153,40 @@ def test_records_of_index_keys_go_with_the_keys(
     assert sender.send_states("peer", [None], [np.array([6])]) == 0
     assert sender.send_states("peer", [np.array([], int)], [np.array([6])]) == 0
     assert len(posted) == 2
+
+
+@pytest.mark.parametrize("status", [0, -1])
+def test_mooncake_sends_records_of_index_keys_before_the_keys(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Late records alone would overwrite those of right keys. The peer learns that no keys have followed."""
+    manager, layout, _ = _manager_of_keys(monkeypatch, "nsa")
+    order: list[str] = []
+    told: list[Notice] = []
+
+    def says(name: str, answer: int) -> Callable[..., int]:
+        return lambda *_: order.append(name) or answer
+
+    manager._transfer_data, manager.maybe_send_extra = says("records", 0), says("keys", status)
+    for name in ("send_kvcache", "send_kvcache_slice", "send_aux"):
+        setattr(manager, name, says(name, 0))
+    manager.AUX_DATA_HEADER = b"AUX"
+    socket = SimpleNamespace(send_multipart=lambda message: told.append(message[-1]))
+    manager._connect = lambda *_, **__: socket
+    MOONCAKE.attach_sender(manager, layout)
+    request = SimpleNamespace(
+        mooncake_session_id="peer",
+        room=5,
+        endpoint="127.0.0.1",
+        dst_port=1,
+        dst_state_indices=[np.array([6])],
+    )
+    for _ in range(2):
+        order.clear()
+        assert manager.maybe_send_extra(request, [np.array([2])]) == status
+        assert order == ["records", "keys"]
+        assert manager.send_aux(request) == 0
+    assert [Notice.from_wire(data).lost_states for data in told] == 2 * [status != 0]
 
 
 def test_a_peer_without_a_canary_gets_nothing(

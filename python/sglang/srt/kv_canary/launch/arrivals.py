@@ -11,7 +11,7 @@ from ..buffer_group import CanaryBufferGroup
 from ..config import ContentMode
 from ..endpoint import Part
 from ..plan.arrival import Arrival, check_plan, take_over_plan
-from ..pool_kind import Side
+from ..pool_kind import PoolKind, Side
 from ..state import Header
 from .launcher import Launcher, launch_endpoints_per_forward
 
@@ -68,6 +68,8 @@ class ArrivalLauncher:
         for arrival in arrivals:
             for group in launcher.groups:
                 slots = self._slots_of(arrival, group)
+                if arrival.lost_states and group.kind is not PoolKind.FULL:
+                    _forget_written(group, slots)
                 launcher.backend.adopt_records(
                     slots, arrival.row, group, state, self.page_size, arrival.keeps_content
                 )
@@ -127,3 +129,10 @@ class ArrivalLauncher:
             start = max(0, arrival.length - group.window)
             first = start - start % self.page_size
         return self.req_to_token[arrival.row, first : arrival.length]
+
+
+def _forget_written(group: CanaryBufferGroup, full_slots: torch.Tensor) -> None:
+    """The records of `full_slots` int[n], which have come without their bytes, become never written."""
+    slots = group.own_slots(full_slots)
+    for half in group.halves:
+        group.records(half, Side.TAIL)[slots] = 0

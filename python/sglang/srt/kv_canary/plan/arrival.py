@@ -23,7 +23,8 @@ class Arrival:
 
     `has_records`: the records came with it. Otherwise nothing says what the slots hold, and they are taken over as
     they are. `keeps_content`: the records' fingerprints are of the bytes as they lie here. `has_draft_records`: those
-    of the draft model's KV came, too. `keeps_draft_content`: the same of them.
+    of the draft model's KV came, too. `keeps_draft_content`: the same of them. `lost_states`: of pools that are
+    not sent with each chunk, records came and the bytes did not.
     """
 
     row: int
@@ -37,6 +38,7 @@ class Arrival:
     chunks: tuple[int, ...] = ()  # first position of each chunk in which it came
     next_token: int | None = None  # what comes after `tokens`. None: not known
     keeps_draft_content: bool = False
+    lost_states: bool = False
 
     def of_draft(self) -> Arrival:
         """The draft model's KV of the same request, whose records came."""

@@ -40,6 +40,9 @@ class Notice:
     first_token: int = NO_TOKEN
     keeps_draft_content: bool = False  # `keeps_content` of the draft model's KV
     leaves_draft: bool = False  # another pipeline stage sends the draft model's KV
+    lost_states: bool = (
+        False  # index keys, or the window: their records came, and the bytes did not
+    )
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -81,6 +84,7 @@ class Notice:
                 token,
                 content,
                 leaves,
+                bool(said.get("lost_states", False)),
             )
         except (
             KeyError,
@@ -124,6 +128,7 @@ class Notice:
             images=self.images if other.images is None else other.images,
             damage=damage,
             first_token=other.first_token if tokens <= {other.first_token} else NO_TOKEN,
+            lost_states=other.lost_states or (is_same and self.lost_states),
         )
 
 

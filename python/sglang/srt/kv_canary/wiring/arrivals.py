@@ -170,6 +170,7 @@ def as_arrival(request: Any, notice: Notice, extent: Extent) -> Arrival:
         keeps_draft_content=notice.keeps_draft_content,
         chunks=notice.chunks,
         next_token=_next_token(request, notice, extent),
+        lost_states=notice.lost_states,
     )
 
 

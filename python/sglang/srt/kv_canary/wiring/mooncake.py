@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..reports.safe_text import safe_text
@@ -33,7 +34,9 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         return lambda: status
 
     sender = RecordSender(kv_manager, layout, post)
-    unsent: set[tuple[str, int]] = set()  # sessions and rooms whose states came without records
+    # Sessions and rooms: records of states have not come, or without the states
+    unsent: set[tuple[str, int]] = set()
+    alone: set[tuple[str, int]] = set()
 
     def send_pages(
         original: Callable[..., int], session: str, source: Any, *args: Any, **more: Any
@@ -46,29 +49,30 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     def send_state(
         original: Callable[..., int], request: Any, indices: Any, *args: Any, **more: Any
     ) -> int:
-        status = original(request, indices, *args, **more)
         session = request.mooncake_session_id
         ignored = release().transfers.ignores_lost_states
-        if status:
-            # Pages without records are found on arrival, and states of linear attention are not.
+        # Records first: if the request ends in between, they must not come alone, into slots of another one.
+        if status := sender.send_states(session, indices, request.dst_state_indices):
             if ignored:
-                sender.contained(session, _say_states_are_lost, kv_manager, request)
+                unsent.add((session, request.room))
             return status
-        status = sender.send_states(session, indices, request.dst_state_indices)
+        status = original(request, indices, *args, **more)
         if status and ignored:
-            unsent.add((session, request.room))
+            # Of pages the peer must know it. What it has of linear attention has no records.
+            alone.add((session, request.room))
+            sender.contained(session, _say_states_are_lost, kv_manager, request)
         return status
 
     def send_aux(original: Callable[..., int], request: Any, *args: Any, **more: Any) -> int:
         session = request.mooncake_session_id
         must_fail = context.sent_chunks.let_go(request.room)
         of_request = session, request.room
-        if (
-            of_request in unsent
-        ):  # their records are missing, as those of states that did not arrive
+        if of_request in unsent:
             unsent.discard(of_request)
             return _FAILED
-        tells = sender.contained(session, _announce, kv_manager, sender, request)
+        lost = of_request in alone
+        alone.discard(of_request)
+        tells = sender.contained(session, _announce, kv_manager, sender, request, lost)
         if must_fail and not (tells or release().transfers.fails_damaged):
             return _FAILED
         return original(request, *args, **more)
@@ -94,11 +98,12 @@ def _say_states_are_lost(kv_manager: Any, request: Any) -> None:
         )
 
 
-def _announce(kv_manager: Any, sender: RecordSender, request: Any) -> bool:
+def _announce(kv_manager: Any, sender: RecordSender, request: Any, lost_states: bool) -> bool:
     """Tell the decode rank about the records of `request` (a TransferInfo). Returns whether it heeds damage."""
     notice = sender.notice(request.mooncake_session_id, request.room)
     if notice is None:
         return False
+    notice = replace(notice, lost_states=lost_states)
     from sglang.srt.utils.network import NetworkAddress
 
     address = NetworkAddress(request.endpoint, request.dst_port)
