@@ -33,6 +33,7 @@ from . import nixl_transport
 from .arrival_order import ORDER_FILE
 from .checkout import REPO
 from .cpu_cores import bind_each_rank
+from .sent_before_freed import sent_before_freed
 
 HOST = "127.0.0.1"
 NO_TRANSFER = "2.2.2.2"  # SGLang's name for no decode server at all
@@ -161,7 +162,9 @@ class PdServing(CanaryServer):
             **(env or {}),
         }
         # Hooks of host_memory and of faults come in this order.
-        plugins = (load_transport, nixl_transport.host_memory, *FILL_INS, *plugins)
+        speculates = {**mode.server_args, **both}.get("speculative_algorithm")
+        drafts = (sent_before_freed,) if speculates else ()
+        plugins = (load_transport, nixl_transport.host_memory, *FILL_INS, *drafts, *plugins)
         prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
         early = NO_EARLY_PREFIXES if prefill.get("enable_hierarchical_cache") else {}
         self.prefill = CanaryServer(mode, prefill, {**env, **early, **self.prefill_env}, plugins)
