@@ -340,6 +340,7 @@ NOT_BY_AN_ARGUMENT = {
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
             "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
+            "PD disaggregation over NIXL with early release of KV",
             "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort",
         ]
         if release().transfers
@@ -808,6 +809,18 @@ def test_no_request_is_ended_where_slots_are_freed_under_a_transfer() -> None:
         with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
             assert case.predicate(decodes)
             assert not case.predicate(alone)
+
+
+@has_seam
+def test_no_records_come_alone_over_nixl() -> None:
+    case = refusal_beside_the_action("PD disaggregation over NIXL with early release of KV")
+    nixl, mooncake, alone = (
+        SimpleNamespace(disaggregation_mode=mode, disaggregation_transfer_backend=backend)
+        for mode, backend in (("prefill", "nixl"), ("decode", "mooncake"), ("null", "nixl"))
+    )
+    assert not case.predicate(nixl)
+    with envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.override(False):
+        assert [case.predicate(args) for args in (nixl, mooncake, alone)] == [True, False, False]
 
 
 @has_seam

@@ -17,6 +17,11 @@ def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
 
 
+def _frees_early() -> bool:
+    """Whether a decode server frees slots that prefill ranks may still write to."""
+    return not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
+
+
 def _ends_requests(args: Any) -> bool:
     return _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT
 
@@ -102,10 +107,17 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
-        lambda args: (
-            _ends_requests(args) and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
-        ),
+        lambda args: _ends_requests(args) and _frees_early(),
         "a decode server frees the slots of a failed transfer while prefill ranks may still write to them.",
+        "Unset SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.",
+    ),
+    Refusal(
+        "PD disaggregation over NIXL with early release of KV",
+        lambda args: (
+            _transfers(args) and args.disaggregation_transfer_backend == "nixl" and _frees_early()
+        ),
+        "KV and records of a chunk are transfers of their own. After a failure records may come alone, into slots of "
+        "another request.",
         "Unset SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.",
     ),
 )
