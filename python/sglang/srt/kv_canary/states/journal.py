@@ -14,6 +14,9 @@ from .ledger import StateLedger
 
 Act = Callable[..., None]
 POLL_S = 0.001
+# Forwards between two copies: each costs the host as much as five notes. An idle server waits for none
+COPY_EVERY = 16
+MOST_WAITING = 1024  # events
 
 
 class StateJournal(StepObserver):
@@ -26,6 +29,8 @@ class StateJournal(StepObserver):
         self._copy: FutureTensors | None = None
         self._copied: list[tuple[tuple[torch.Tensor, ...], Act]] = []
         self._last: torch.cuda.Event | None = None  # after all that was made on a stream of its own
+        self._forwards = 0  # since the last copy was begun
+        self.is_urgent = False  # the next forward begins a copy
 
     def note(self, act: Act, *numbers: torch.Tensor) -> None:
         """Call `act` with each of `numbers`, int64 of any shape, as a list of ints, once they are on the host.
@@ -47,8 +52,12 @@ class StateJournal(StepObserver):
             record(self._last, made_here)
 
     def after_forwards(self, manager: Observed) -> None:
-        self.note_stream(manager.state.summary)  # numbers of forwards are made on their stream
         self.deliver()
+        self._forwards += 1
+        waits = self._forwards < COPY_EVERY and len(self._events) < MOST_WAITING
+        if waits and not self.is_urgent:
+            return
+        self.note_stream(manager.state.summary)  # numbers of forwards are made on their stream
         self.send()
         self.deliver()
 
@@ -71,6 +80,7 @@ class StateJournal(StepObserver):
         if self._copied or not self._events:
             return
         self._copied, self._events = self._events, []
+        self._forwards, self.is_urgent = 0, False
         if self._last is not None:
             torch.cuda.current_stream().wait_event(self._last)
         numbers = [tensor.reshape(-1) for tensors, _ in self._copied for tensor in tensors]

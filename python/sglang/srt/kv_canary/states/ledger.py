@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import numpy as np
+
 from ..plan.host_chain import chain_of_tokens
 from ..record import Reason
 from ..reports.state_finding import StateFinding
@@ -94,31 +96,57 @@ class StateLedger:
         self._found = found
         self.checks: Counter[str] = Counter()  # what was checked, by kind of event
         self._at_rest: set[int] = set()  # slots that may be in the prefix cache, with a fingerprint
-        self.records = [StateRecord() for _ in range(num_slots)]
+        self.num_slots = num_slots
+        self._records: list[StateRecord] = []
+        # Decodes are compared with these, a batch at once. Of slots that a request holds: its id, 0 for none, and the
+        # position from which it goes on, which may be ahead of the record's
+        self._owners = np.zeros(num_slots, dtype=np.int64)
+        self._next = np.zeros(num_slots, dtype=np.int64)
+        self._set_all(Holder.NOBODY)
+
+    def record(self, slot: int) -> StateRecord:
+        """Of slot 0 <= slot < num_slots, now."""
+        held = self._records[slot]
+        if self._owners[slot] and self._next[slot] != held.position:
+            held.position, held.content = int(self._next[slot]), None
+        return held
+
+    def _set(self, slot: int, record: StateRecord) -> None:
+        self._records[slot] = record
+        self._note_owner(slot)
+
+    def _note_owner(self, slot: int) -> None:
+        """The slot's record has changed."""
+        held = self._records[slot]
+        is_held = held.holder is Holder.REQUEST and held.owner is not None
+        self._owners[slot], self._next[slot] = id(held.owner) if is_held else 0, held.position
+
+    def _set_all(self, holder: Holder) -> None:
+        self._records = [StateRecord(holder) for _ in range(self.num_slots)]
+        self._owners[:] = 0
 
     def forget(self) -> None:
         """Events were lost. Slots are not checked until they are handed out again."""
-        for slot in range(len(self.records)):
-            self.records[slot] = StateRecord(Holder.UNKNOWN)
+        self._set_all(Holder.UNKNOWN)
 
     # Pool
 
     def handed_out(self, slots: Sequence[int]) -> None:
         """SGLang zeroes them."""
         for slot in slots:
-            self.records[slot] = StateRecord(Holder.CALLER)
+            self._set(slot, StateRecord(Holder.CALLER))
 
     def freed(self, slots: Sequence[int], by: Actor) -> None:
         for slot in filter(None, slots):
-            held = self.records[slot]
+            held = self.record(slot)
             if held.holder is Holder.NOBODY:
                 self._report(Reason.DOUBLE_FREE, slot, by)
             else:
                 held.holder, held.owner, held.freed, held.content = Holder.NOBODY, None, by, None
+                self._note_owner(slot)
 
     def cleared(self) -> None:
-        for slot in range(len(self.records)):
-            self.records[slot] = StateRecord()
+        self._set_all(Holder.NOBODY)
 
     def copied(
         self,
@@ -129,18 +157,16 @@ class StateLedger:
     ) -> None:
         """`contents`: fingerprints of the sources then, of all bytes. Empty: not taken."""
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-            held, copy = self.records[source], self.records[target]
+            held, copy = self.record(source), self.record(target)
             if held.holder is Holder.UNKNOWN:  # so is what the copy has absorbed
-                self.records[target] = StateRecord(Holder.UNKNOWN, writer=held.writer)
+                self._set(target, StateRecord(Holder.UNKNOWN, writer=held.writer))
                 continue
             if held.holder is Holder.NOBODY:
                 self._report(Reason.USE_AFTER_FREE, source, by)
-            self.records[target] = replace(
-                held,
-                holder=copy.holder,
-                owner=copy.owner,
-                content=contents[i] if contents else self._content_of_copy(held),
-                freed=None,
+            content = contents[i] if contents else self._content_of_copy(held)
+            holder, owner = copy.holder, copy.owner
+            self._set(
+                target, replace(held, holder=holder, owner=owner, content=content, freed=None)
             )
 
     def _content_of_copy(self, held: StateRecord) -> int | None:
@@ -149,16 +175,21 @@ class StateLedger:
 
     # Forwards
 
-    def goes_on(self, slot: int, owner: object, before: int) -> bool:
-        """`used` for a decode of one token, if nothing is wrong with it. False: nothing was done, call `used`."""
-        if not self._exists(slot):
-            return False
-        held = self.records[slot]
-        if held.owner is not owner or held.holder is not Holder.REQUEST or held.position != before:
-            return False
-        held.position, held.content = before + 1, None
-        self.checks["used"] += 1
-        return True
+    def go_on(
+        self, slots: Sequence[int], owners: Sequence[object], befores: np.ndarray
+    ) -> list[int]:
+        """`used` for decodes of one token each, as far as nothing is wrong. `befores`: int64[decodes].
+
+        Returns the indices of the others, for which nothing was done: call `used`.
+        """
+        at = np.array(slots, dtype=np.int64)
+        at[(at < 0) | (at >= self.num_slots)] = 0  # nobody holds slot 0
+        ids = np.fromiter(map(id, owners), np.int64, len(owners))
+        right = (self._owners[at] == ids) & (self._next[at] == befores)
+        gone_on = at[right]
+        self._next[gone_on] += 1
+        self.checks["used"] += len(gone_on)
+        return np.flatnonzero(~right).tolist()
 
     def used(self, slot: int, use: Use, content: int | None = None) -> None:
         """A forward reads the state and overwrites it. `content`: its fingerprint right before, if it was taken."""
@@ -166,9 +197,9 @@ class StateLedger:
             reason = Reason.SLOT_OUT_OF_RANGE if slot else Reason.UNMAPPED_SLOT
             self._report(reason, slot, use.reader, use.before)
             return
-        held = self.records[slot]
+        held = self.record(slot)
         if use.owner is None or held.holder is Holder.UNKNOWN:
-            self.records[slot] = StateRecord(Holder.UNKNOWN, writer=use.reader)
+            self._set(slot, StateRecord(Holder.UNKNOWN, writer=use.reader))
             return
         self.checks["used"] += 1
         if self._is_taken(slot, use):
@@ -182,14 +213,15 @@ class StateLedger:
             self._compare(slot, content, use.reader)
         held.holder, held.owner, held.writer = Holder.REQUEST, use.owner, use.reader
         held.absorb(use.tokens, use.before, use.after)
+        self._note_owner(slot)
 
     def tracked(self, slot: int, source: int, track: Track) -> None:
         """A forward that used `source` has also stored a snapshot of its state. Call it after `used`."""
         if not (self._exists(slot) and self._exists(source)):
             return  # for padding a forward takes no snapshot, and `used` has reported a bad source
-        use, held, main = track.use, self.records[slot], self.records[source]
+        use, held, main = track.use, self.record(slot), self.record(source)
         if use.owner is None or Holder.UNKNOWN in (held.holder, main.holder):
-            self.records[slot] = StateRecord(Holder.UNKNOWN, writer=use.reader)
+            self._set(slot, StateRecord(Holder.UNKNOWN, writer=use.reader))
             return
         self.checks["tracked"] += 1
         if self._is_taken(slot, use):
@@ -197,15 +229,15 @@ class StateLedger:
         snapshot = StateRecord(Holder.REQUEST, use.owner, track.position, writer=use.reader)
         if main.chained <= track.position:
             snapshot.chain, snapshot.chained = main.chain, main.chained
-        self.records[slot] = snapshot
+        self._set(slot, snapshot)
 
     def _exists(self, slot: int) -> bool:
         """Whether the slot can be a request's."""
-        return 0 < slot < len(self.records)
+        return 0 < slot < self.num_slots
 
     def _is_taken(self, slot: int, use: Use) -> bool:
         """Whether the slot is not the request's to write. Its record is then that of its holder, and stays."""
-        held = self.records[slot]
+        held = self.record(slot)
         if held.holder is Holder.NOBODY:
             self._report(Reason.USE_AFTER_FREE, slot, use.reader, use.before)
         elif held.holder is Holder.CACHE or not (held.owner is None or held.owner is use.owner):
@@ -218,7 +250,7 @@ class StateLedger:
 
     def cached(self, slot: int, prefix: Prefix, content: int | None, by: Actor) -> None:
         """The prefix cache holds the state for `prefix` from now on. `content`: its fingerprint."""
-        held, length = self.records[slot], len(prefix.tokens)
+        held, length = self.record(slot), len(prefix.tokens)
         chain: int | None = None
         if held.holder is Holder.NOBODY:
             self._report(Reason.USE_AFTER_FREE, slot, by, length)
@@ -236,8 +268,8 @@ class StateLedger:
                 self._compare(slot, content, by)
         start = 0 if chain is None else held.chained
         whole = prefix.chain(start, chain)
-        self.records[slot] = StateRecord(
-            Holder.CACHE, None, length, whole, length, content, held.writer
+        self._set(
+            slot, StateRecord(Holder.CACHE, None, length, whole, length, content, held.writer)
         )
         if content is not None:
             self._at_rest.add(slot)
@@ -249,7 +281,7 @@ class StateLedger:
 
         `content`: fingerprint of the cached state now. None where its copy is compared when a forward uses it.
         """
-        held, length = self.records[slot], len(prefix.tokens)
+        held, length = self.record(slot), len(prefix.tokens)
         chain = prefix.chain()
         if held.holder in (Holder.REQUEST, Holder.CALLER):
             self._report(Reason.ROW_CHAIN, slot, by, length)
@@ -260,13 +292,15 @@ class StateLedger:
             elif held.chain != chain:
                 self._report(Reason.CHAIN, slot, by, length, expected_chain=chain)
             self._compare(slot, content, by)
-        self.records[target] = StateRecord(
-            Holder.REQUEST, owner, length, chain, length, self._content_of_copy(held), held.writer
+        content = self._content_of_copy(held)
+        self._set(
+            target,
+            StateRecord(Holder.REQUEST, owner, length, chain, length, content, held.writer),
         )
 
     def swept(self, slot: int, content: int, by: Actor) -> None:
         """The fingerprint of a state in the prefix cache, or in a slot that has left it since."""
-        held = self.records[slot]
+        held = self.record(slot)
         if held.holder is Holder.CACHE:
             self._compare(slot, content, by)
             if content != held.content:
@@ -279,11 +313,11 @@ class StateLedger:
         return min(later or self._at_rest, default=None)
 
     def _is_at_rest(self, slot: int) -> bool:
-        held = self.records[slot]
+        held = self._records[slot]
         return held.holder is Holder.CACHE and held.content is not None
 
     def _compare(self, slot: int, content: int | None, by: Actor) -> None:
-        held = self.records[slot]
+        held = self.record(slot)
         if content is None or held.content is None:
             return
         self.checks["compared"] += 1
@@ -307,7 +341,7 @@ class StateLedger:
         content_written: int | None = None,
         content_now: int | None = None,
     ) -> None:
-        held = self.records[slot] if 0 <= slot < len(self.records) else StateRecord(Holder.UNKNOWN)
+        held = self.record(slot) if 0 <= slot < self.num_slots else StateRecord(Holder.UNKNOWN)
         self._found(
             StateFinding(
                 reason,

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from ..config import ContentMode
+from ..config import CanaryMode, ContentMode
 from ..cuda_streams import keep_until_read
 from ..plan.anchor import anchor_of
 from ..pool_patcher.errors import UnsupportedPoolError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
 
 __all__ = ["Forward", "StateWatch", "copied", "first", "owner_of"]
+
+_NO_SNAPSHOT = -1  # in place of a slot
 
 
 class StateWatch(StepObserver):
@@ -67,6 +70,8 @@ class StateWatch(StepObserver):
         self.journal = StateJournal(self.ledger, torch.device(manager.identity.device))
         self._swept, self._ticks = 0, 0
         self._follows = True
+        # What ends the server is found with the prefill that reads it, and not some forwards later
+        self._tells_at_once = manager.config.mode is CanaryMode.RAISE
         self.follow_slots()
 
     def follow_slots(self) -> None:
@@ -108,7 +113,7 @@ class StateWatch(StepObserver):
     def describe(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "slots": len(self.ledger.records),
+            "slots": self.ledger.num_slots,
             "content": "none" if self.content is None else str(self._manager.config.content_mode),
         }
 
@@ -153,10 +158,10 @@ class StateWatch(StepObserver):
             return
         self._swept, by = slot, self.actor("the sweep")
         slots = torch.full((1,), slot, dtype=torch.int64, device=self._rows.mamba_pool.device)
-        held = self.ledger.records[slot]
+        held = self.ledger.record(slot)
 
         def compare(content: int) -> None:
-            if self.ledger.records[slot] is held:
+            if self.ledger.record(slot) is held:
                 self.ledger.swept(slot, content, by)
 
         def arrived(prints: list[int]) -> None:
@@ -252,6 +257,9 @@ class StateWatch(StepObserver):
     def note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """On the forward stream, before the target's forward of `requests`. Never raises in mode `log`."""
         if self._follows and not forward_batch.forward_mode.is_idle():
+            self.journal.is_urgent |= (
+                self._tells_at_once and not forward_batch.forward_mode.is_decode()
+            )
             self._attempt(self._note_forward, forward_batch, requests)
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
@@ -259,22 +267,22 @@ class StateWatch(StepObserver):
         self._note_uses(forward, forward_batch, self._slots_of(forward_batch))
 
     def _slots_of(self, forward_batch: Any) -> torch.Tensor:
-        return copied(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
+        """int[n], a tensor of its own: SGLang looks the rows up in a table."""
+        return self._rows.get_mamba_indices(forward_batch.req_pool_indices)
 
     def _note_uses(self, forward: Forward, forward_batch: Any, slots: torch.Tensor) -> None:
         fresh, prints = self.fresh_copies(forward.requests, slots)
-        self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
-        if forward_batch.mamba_track_mask is not None and self.may_track(forward_batch):
-            self.journal.note(
-                functools.partial(self._tracked, forward),
-                slots,
-                copied(forward_batch.mamba_track_mask),
-                copied(forward_batch.mamba_track_indices),
-            )
+        numbers = [slots, prints] if fresh else [slots]
+        mask = forward_batch.mamba_track_mask
+        tracks = mask is not None and self.may_track(forward_batch)
+        if tracks:
+            numbers.append(torch.where(mask, forward_batch.mamba_track_indices, _NO_SNAPSHOT))
+        self.journal.note(functools.partial(self._used, forward, fresh, tracks), *numbers)
 
     def _forward_of(self, forward_batch: Any, requests: list[Any]) -> Forward:
         befores, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         tokens, snapshots, anchors, owners = None, None, None, None
+        row_of = release().row_of
         if forward_batch.forward_mode.is_extend():
             pairs = list(zip(requests, befores, lengths, strict=True))
             tokens = [_tokens_of(request, before, before + n) for request, before, n in pairs]
@@ -283,7 +291,7 @@ class StateWatch(StepObserver):
             anchors = [anchor_of(release().namespace_of(request)) for request in requests]
             owners = [owner_of(request) for request in requests]
         else:
-            befores = [length - 1 for length in forward_batch.seq_lens_cpu.tolist()]
+            befores = forward_batch.seq_lens_cpu.numpy() - 1
             lengths = [1] * len(befores)
         if len(requests) != len(befores):
             raise ValueError(
@@ -294,7 +302,7 @@ class StateWatch(StepObserver):
             context.recorder.step_count,
             forward_batch.forward_mode.name,
             requests,
-            [release().row_of(request) or 0 for request in requests],
+            [row_of(request) or 0 for request in requests],
             befores,
             lengths,
             tokens,
@@ -304,20 +312,23 @@ class StateWatch(StepObserver):
         )
 
     def _used(
-        self, forward: Forward, fresh: list[int], slots: list[int], prints: list[int]
+        self,
+        forward: Forward,
+        fresh: list[int],
+        tracks: bool,
+        slots: list[int],
+        *more: list[int],
     ) -> None:
-        contents, is_decode = dict(zip(fresh, prints, strict=True)), forward.tokens is None
-        for i, slot in enumerate(slots):
-            request, before = forward.requests[i], forward.befores[i]
-            if not (is_decode and self.ledger.goes_on(slot, request, before)):
-                self.ledger.used(slot, forward.use(i), contents.get(i))
-
-    def _tracked(
-        self, forward: Forward, sources: list[int], mask: list[int], slots: list[int]
-    ) -> None:
-        for i, slot in enumerate(slots):
-            if mask[i]:
-                self.ledger.tracked(slot, sources[i], Track(forward.use(i), forward.snapshot(i)))
+        """`more`: fingerprints of `fresh`, if there are any. Slots of snapshots, if it `tracks`."""
+        contents = dict(zip(fresh, more[0], strict=True)) if fresh else {}
+        left: Sequence[int] = range(len(slots))
+        if forward.tokens is None and not fresh:
+            left = self.ledger.go_on(slots, forward.requests, forward.befores)
+        for i in left:
+            self.ledger.used(slots[i], forward.use(i), contents.get(i))
+        for i, slot in enumerate(more[-1] if tracks else ()):
+            if slot != _NO_SNAPSHOT:
+                self.ledger.tracked(slot, slots[i], Track(forward.use(i), forward.snapshot(i)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +340,7 @@ class Forward:
     mode: str
     requests: list[Any]
     rows: list[int]
-    befores: list[int]
+    befores: Sequence[int] | np.ndarray  # int64[n] of a decode
     lengths: list[int]
     tokens: list[Sequence[int]] | None  # new tokens; None: a decode
     snapshots: list[int] | None  # tokens that a snapshot has absorbed; None: all
@@ -352,7 +363,7 @@ class Forward:
 
     def snapshot(self, i: int) -> int:
         """Prefills say how far it reaches. Decodes take it of the whole state."""
-        return self.befores[i] + 1 if self.snapshots is None else self.snapshots[i]
+        return int(self.befores[i]) + 1 if self.snapshots is None else self.snapshots[i]
 
 
 def _content_of(manager: CanaryManager, pool: Any, num_slots: int) -> StateContent | None:
