@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.reports.violation import Actor
-from sglang_kv_canary.states.content import StateContent
+from sglang_kv_canary.states.content import StateContent, StatePrints
 from sglang_kv_canary.states.ledger import Use
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.event_schema import problems_of
@@ -299,21 +300,24 @@ def test_fingerprints_see_each_layer_piece_and_byte() -> None:
     temporal = torch.randn(2, 5, 16384)  # 65,536 bytes: 4 pieces a layer
     layers = [*conv, *temporal]
     content = StateContent(reference, layers, 5, ContentMode.ALL)
-    slots = torch.tensor([1, 3])
-    before = content.fingerprint(slots)
-    assert content.bytes_per_state == 2 * (48 + 65536)
+
+    def fingerprints() -> list[int]:
+        prints = content.fingerprint(torch.tensor([1, 3], dtype=torch.int32))
+        return prints.fold([tensor.numpy() for tensor in prints.tensors])
+
+    before = fingerprints()
     for buffer, index in ((conv, (0, 3, 2, 3)), (temporal, (1, 3, 16383)), (temporal, (0, 3, 0))):
         kept = buffer[index].clone()
         buffer[index] += 1
-        after = content.fingerprint(slots)
-        assert (after == before).tolist() == [True, False]
+        after = fingerprints()
+        assert (after[0] == before[0], after[1] == before[1]) == (True, False)
         buffer[index] = kept
     temporal[0, 3, :8192] = temporal[0, 3, :8192].flip(0).clone()  # equal bytes elsewhere
-    assert content.fingerprint(slots)[1] != before[1]
+    assert fingerprints()[1] != before[1]
     conv[:, 3], temporal[:, 3] = conv[:, 1], temporal[:, 1]
-    assert content.fingerprint(slots).unique().numel() == 1
+    assert len(set(fingerprints())) == 1
     conv[:, 3], temporal[:, 3] = 0, 0
-    assert int(content.fingerprint(slots)[1]) == content.of_zeros
+    assert fingerprints()[1] == content.of_zeros
 
 
 # What becomes of a finding
@@ -397,9 +401,12 @@ def test_a_slot_that_is_zeroed_before_the_sweep_has_read_it() -> None:
         (slot,) = cached_slots(rig)
         read, late = rig.watch.printed, []
 
-        def queued(slots: torch.Tensor, late: list = late) -> torch.Tensor:
-            late.append((slots, torch.zeros_like(slots)))
-            return late[-1][1]
+        def queued(slots: torch.Tensor, late: list = late, read: Any = read) -> StatePrints:
+            prints = read(slots)
+            for tensor in prints.tensors:
+                tensor.zero_()
+            late.append((slots, prints))
+            return prints
 
         rig.watch.printed = queued
         rig.watch._sweep()
@@ -408,7 +415,8 @@ def test_a_slot_that_is_zeroed_before_the_sweep_has_read_it() -> None:
             rig.tree.evict_mamba(1)
         damage(rig, slot)
         for slots, prints in late:
-            prints.copy_(read(slots))
+            for tensor, now in zip(prints.tensors, read(slots).tensors, strict=True):
+                tensor.copy_(now)
         assert rig.settle()[:1] == ([] if evicts else ["CONTENT"])
 
 

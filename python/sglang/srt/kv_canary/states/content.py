@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from .. import record
@@ -23,7 +24,27 @@ class _Part:
 
     sources: tuple[ContentSource, ...]
     pieces: int
-    keys: torch.Tensor  # int64[pieces], odd
+    numbers: torch.Tensor  # int64[pieces]: 0, 1, ...
+    keys: np.ndarray  # int64[pieces], odd
+
+
+@dataclass(frozen=True, slots=True)
+class StatePrints:
+    """Fingerprints of n states, as far as the device works them out: one of each piece.
+
+    What is left would take it ten operations, each of which costs the host as much as a launch.
+    """
+
+    tensors: tuple[torch.Tensor, ...]  # of each part, int64[n * pieces]
+    parts: tuple[_Part, ...]
+
+    def fold(self, pieces: Sequence[np.ndarray]) -> list[int]:
+        """The fingerprints, int64[n]. `pieces`: `tensors` on the host."""
+        sums = [
+            (prints.reshape(-1, part.pieces) * part.keys).sum(axis=1)
+            for prints, part in zip(pieces, self.parts, strict=True)
+        ]
+        return np.sum(sums, axis=0).tolist()
 
 
 class StateContent:
@@ -57,22 +78,20 @@ class StateContent:
         """Whether equal fingerprints mean equal states, in whichever slots they lie."""
         return self._mode is ContentMode.ALL
 
-    def fingerprint(self, slots: torch.Tensor) -> torch.Tensor:
-        """int64[n] of the states in `slots` int64[n], as their bytes are now, on the current stream."""
-        total = torch.zeros_like(slots)
+    def fingerprint(self, slots: torch.Tensor) -> StatePrints:
+        """Of the states in `slots` int[n], as their bytes are now, on the current stream."""
+        column, prints = slots.view(-1, 1), []
         for part in self._parts:
-            pieces = torch.arange(part.pieces, device=slots.device)
-            places = (slots[:, None] * part.pieces + pieces).view(-1)
-            prints = self._backend.content_fingerprint(part.sources, places, self._mode)
-            total = total + (prints.view(-1, part.pieces) * part.keys).sum(dim=1)
-        return total
+            places = torch.add(part.numbers, column, alpha=part.pieces).view(-1)
+            prints.append(self._backend.content_fingerprint(part.sources, places, self._mode))
+        return StatePrints(tuple(prints), self._parts)
 
     @property
     def of_zeros(self) -> int | None:
         """Fingerprint of a state whose bytes are all zero. None where the mode does not read all of them."""
         if not self.reads_all or not self._parts:
             return None
-        keys = sum(int(key) for part in self._parts for key in part.keys.tolist())
+        keys = sum(key for part in self._parts for key in part.keys.tolist())
         return record.to_signed64(record.CONTENT_BASE * keys)
 
 
@@ -88,4 +107,5 @@ def _part_of(sources: list[ContentSource], index: int) -> _Part:
     cut = tuple(
         ContentSource(s.data, pieces, s.page_stride, length, length, s.offset) for s in sources
     )
-    return _Part(cut, pieces, torch.tensor(keys, dtype=torch.int64, device=device))
+    numbers = torch.arange(pieces, dtype=torch.int64, device=device)
+    return _Part(cut, pieces, numbers, np.array(keys, dtype=np.int64))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ..cuda_streams import record
 from ..reports.async_copy import FutureTensors
 from ..runner.step_observer import Observed, StepObserver
+from .content import StatePrints
 from .ledger import StateLedger
 
 Act = Callable[..., None]
+Numbers = torch.Tensor | StatePrints | None
+_Event = tuple[tuple[Numbers, ...], Act]
 POLL_S = 0.001
 # Forwards between two copies: each costs the host as much as five notes. An idle server waits for none
 COPY_EVERY = 16
@@ -25,17 +28,17 @@ class StateJournal(StepObserver):
     def __init__(self, ledger: StateLedger, device: torch.device) -> None:
         self.ledger = ledger
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._events: list[tuple[tuple[torch.Tensor, ...], Act]] = []
+        self._events: list[_Event] = []
         self._copy: FutureTensors | None = None
-        self._copied: list[tuple[tuple[torch.Tensor, ...], Act]] = []
+        self._copied: list[_Event] = []
         self._last: torch.cuda.Event | None = None  # after all that was made on a stream of its own
         self._forwards = 0  # since the last copy was begun
         self.is_urgent = False  # the next forward begins a copy
 
-    def note(self, act: Act, *numbers: torch.Tensor) -> None:
-        """Call `act` with each of `numbers`, int64 of any shape, as a list of ints, once they are on the host.
+    def note(self, act: Act, *numbers: Numbers) -> None:
+        """Call `act` with each of `numbers`, integers of any shape, as a list of ints, once they are on the host.
 
-        They must not change afterwards.
+        They must not change afterwards. None: there are none.
         """
         self._events.append((numbers, act))
 
@@ -83,9 +86,9 @@ class StateJournal(StepObserver):
         self._forwards, self.is_urgent = 0, False
         if self._last is not None:
             torch.cuda.current_stream().wait_event(self._last)
-        numbers = [tensor.reshape(-1) for tensors, _ in self._copied for tensor in tensors]
-        if numbers:
-            self._copy = FutureTensors.start((torch.cat(numbers),), self._stream)
+        flat = [tensor.reshape(-1) for tensor in _tensors_of(self._copied)]
+        if flat:
+            self._copy = FutureTensors.start((torch.cat(flat),), self._stream)
 
     def deliver(self, wait: bool = False) -> None:
         """Act on a copy that has arrived."""
@@ -96,19 +99,35 @@ class StateJournal(StepObserver):
                 self._copy.wait()
             elif not self._copy.ready():
                 return
-        numbers = [] if self._copy is None else self._copy.host[0].tolist()
+        host = None if self._copy is None else self._copy.host[0]
         events, self._copied, self._copy = self._copied, [], None
         try:
-            self._act(events, numbers)
+            _act(events, host)
         except Exception:
             self.drop()
             raise
 
-    def _act(self, events: list[tuple[tuple[torch.Tensor, ...], Act]], numbers: list[int]) -> None:
-        first = 0
-        for tensors, act in events:
-            lists = []
-            for tensor in tensors:
-                lists.append(numbers[first : first + tensor.numel()])
-                first += tensor.numel()
-            act(*lists)
+
+def _tensors_of(events: list[_Event]) -> Iterator[torch.Tensor]:
+    for numbers, _ in events:
+        for each in numbers:
+            if isinstance(each, StatePrints):
+                yield from each.tensors
+            elif each is not None:
+                yield each
+
+
+def _act(events: list[_Event], host: torch.Tensor | None) -> None:
+    """`host`: all tensors of `events`, one after the other."""
+    sizes = [tensor.numel() for tensor in _tensors_of(events)]
+    parts = iter(() if host is None else host.split(sizes))
+    for numbers, act in events:
+        lists = []
+        for each in numbers:
+            if each is None:
+                lists.append([])
+            elif isinstance(each, StatePrints):
+                lists.append(each.fold([next(parts).numpy() for _ in each.tensors]))
+            else:
+                lists.append(next(parts).tolist())
+        act(*lists)

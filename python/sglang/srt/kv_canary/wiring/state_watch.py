@@ -21,7 +21,7 @@ from ..plan.anchor import anchor_of
 from ..pool_patcher.errors import UnsupportedPoolError
 from ..reports.violation import Actor
 from ..runner.step_observer import Observed, StepObserver
-from ..states.content import StateContent
+from ..states.content import StateContent, StatePrints
 from ..states.journal import StateJournal
 from ..states.ledger import Prefix, StateLedger, Track, Use
 from .context import context
@@ -32,7 +32,7 @@ from .states import say_unchecked
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
 
-__all__ = ["Forward", "StateWatch", "copied", "first", "owner_of"]
+__all__ = ["Forward", "StateWatch", "first", "kept", "owner_of"]
 
 _NO_SNAPSHOT = -1  # in place of a slot
 
@@ -80,12 +80,12 @@ class StateWatch(StepObserver):
 
     def fresh_copies(
         self, requests: list[Any], slots: torch.Tensor
-    ) -> tuple[list[int], torch.Tensor]:
-        """On the forward stream, before the forward reads `slots`, int64[n] of `requests`.
+    ) -> tuple[list[int], StatePrints | None]:
+        """On the forward stream, before the forward reads `slots`, int[n] of `requests`.
 
         Returns which of the requests have copies of cached states that are to be compared now, and their fingerprints.
         """
-        return [], slots[:0]
+        return [], None
 
     def may_track(self, forward_batch: Any) -> bool:
         """Whether the forward may take a snapshot, as far as the host knows. Which ones it takes the device says."""
@@ -196,11 +196,11 @@ class StateWatch(StepObserver):
 
     def note_alloc(self, slots: torch.Tensor | None, *_: Any) -> None:
         if slots is not None:
-            self.journal.note(self.ledger.handed_out, copied(slots))
+            self.journal.note(self.ledger.handed_out, kept(slots))
 
     def note_free(self, free_index: torch.Tensor) -> None:
         by = self.actor("free")
-        self.journal.note(lambda slots: self.ledger.freed(slots, by), copied(free_index))
+        self.journal.note(lambda slots: self.ledger.freed(slots, by), kept(free_index))
 
     def note_clear(self, _: Any) -> None:
         self.journal.note(self.ledger.cleared)
@@ -210,23 +210,23 @@ class StateWatch(StepObserver):
         _: Any,
         src_index: torch.Tensor,
         dst_index: torch.Tensor,
-        prints: torch.Tensor | None = None,
+        prints: StatePrints | None = None,
     ) -> None:
         """`prints`: fingerprints of the sources, of all bytes; None: not taken."""
         by, ledger = self.actor("copy"), self.ledger
-        sources, targets = copied(src_index), copied(dst_index)
+        sources, targets = kept(src_index), kept(dst_index)
         self.journal.note(
             lambda *numbers: ledger.copied(numbers[0], numbers[1], by, numbers[2]),
             sources,
             targets,
-            sources[:0] if prints is None else prints,
+            prints,
         )
 
     def _after_insert(self, result: Any, params: Any) -> None:
         if result.mamba_exist or params.mamba_value is None:
             return
         prefix, by = self.prefix_of(params.key), self.actor("insert into the prefix cache")
-        slots = copied(params.mamba_value)
+        slots = kept(params.mamba_value)
         with self.at_rest():
             keep_until_read(slots)
             prints = self.printed(slots)
@@ -240,10 +240,10 @@ class StateWatch(StepObserver):
         """Of the prefix cache's `key`, or of its first `length` tokens."""
         return Prefix(key.token_ids[:length], self.anchor_of_prefix(key))
 
-    def printed(self, slots: torch.Tensor) -> torch.Tensor:
-        """Fingerprints of these states, int64[n]. int64[0] without content. On the current stream."""
+    def printed(self, slots: torch.Tensor) -> StatePrints | None:
+        """Fingerprints of the states in `slots`, int[n]. None without content. On the current stream."""
         if self.content is None or not slots.numel():
-            return slots[:0]
+            return None
         return self.content.fingerprint(slots)
 
     def actor(self, purpose: str, request: Any = None) -> Actor:
@@ -378,9 +378,10 @@ def _content_of(manager: CanaryManager, pool: Any, num_slots: int) -> StateConte
         raise UnsupportedPoolError(f"states of {type(pool).__name__}: {error}") from error
 
 
-def copied(numbers: torch.Tensor) -> torch.Tensor:
-    """int64[n] of what may be a view of a tensor that SGLang overwrites."""
-    return numbers.reshape(-1).to(torch.int64, copy=True)
+def kept(numbers: torch.Tensor) -> torch.Tensor:
+    """`numbers`, copied if they are a part of a tensor, which SGLang may overwrite. The rest it never writes to."""
+    is_part = numbers.untyped_storage().nbytes() != numbers.nbytes
+    return numbers.clone() if is_part else numbers
 
 
 def first(numbers: list[int]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,6 +72,16 @@ class ContentLaunch:
     row_align: int  # words: every row's length is a multiple
     max_words: int  # of a row
     page_table: PageTable | None  # of every source
+    _prints: dict[ContentMode, tuple[FixedArguments, int]] = field(default_factory=dict)
+
+    def prints(self, mode: ContentMode) -> tuple[FixedArguments, int]:
+        """(what is the same for all fingerprints of listed slots, slots of a work item)."""
+        known = self._prints.get(mode)
+        if known is None:
+            constants = self.constants(mode)
+            fixed = {"table": self.table, "sources": self.sizes[0], **constants}
+            known = self._prints[mode] = FixedArguments(fixed), constants["SLOTS"]
+        return known
 
     @property
     def page_arguments(self) -> dict[str, Any]:
@@ -372,18 +382,16 @@ def content_fingerprint(
     if not sources or slots.numel() == 0:
         return out
     launch = _launch_of((sources,))
-    constants = launch.constants(mode)
-    items = -(-slots.numel() // constants["SLOTS"])
+    fixed, slots_each = launch.prints(mode)
+    size = slots.numel()
     arguments = {
         "slot_list": dense(slots),
         "out": out,
-        "table": launch.table,
         **launch.page_arguments,
-        "list_size": slots.numel(),
-        "sources": launch.sizes[0],
-        **constants,
+        "list_size": size,
     }
-    _launch_fingerprints(grid_of(items, slots.device, PROGRAMS_PER_SM), NUM_WARPS, arguments)
+    grid = grid_of(-(-size // slots_each), slots.device, PROGRAMS_PER_SM)
+    _launch_fingerprints(grid, NUM_WARPS, arguments, fixed)
     return out
 
 

@@ -10,7 +10,8 @@ import torch
 from sglang.srt.environ import envs
 
 from ...plan.anchor import anchor_of
-from ..state_watch import StateWatch, copied, first, owner_of
+from ...states.content import StatePrints
+from ..state_watch import StateWatch, first, owner_of
 
 __all__ = ["PoolWatch"]
 
@@ -48,20 +49,21 @@ class PoolWatch(StateWatch):
         prefix = self.prefix_of(params.key, len(result.device_indices))
         by = self.actor("prefix hit", request)
         owner = owner_of(request)
-        slots = torch.cat([copied(held), copied(request.mamba_pool_idx)])
+        slots = torch.cat([held.view(-1), request.mamba_pool_idx.view(-1)])
         waits = self.content is not None and self.content.reads_all
         if waits:
             self._loaded.add(request)
         self.journal.note(
             lambda pair, prints: self.ledger.loaded(*pair, owner, prefix, first(prints), by),
             slots,
-            self.printed(slots[:0] if waits else slots[:1]),
+            None if waits else self.printed(slots[:1]),
         )
 
     def fresh_copies(
         self, requests: list[Any], slots: torch.Tensor
-    ) -> tuple[list[int], torch.Tensor]:
+    ) -> tuple[list[int], StatePrints | None]:
         fresh = [i for i, request in enumerate(requests) if request in self._loaded]
         self._loaded.difference_update([requests[i] for i in fresh])
-        own = torch.stack([slots[i] for i in fresh]) if fresh else slots[:0]
-        return fresh, self.printed(own)
+        if not fresh:
+            return [], None
+        return fresh, self.printed(torch.stack([slots[i] for i in fresh]))

@@ -23,7 +23,7 @@ from ...states.ledger import Prefix
 from ..context import context
 from ..from_0_5_21.answers import salted
 from ..releases import release
-from ..state_watch import Forward, StateWatch, copied, owner_of
+from ..state_watch import Forward, StateWatch, kept, owner_of
 from .namespace import key_in_chains
 
 __all__ = ["SlotWatch"]
@@ -137,8 +137,9 @@ class SlotWatch(StateWatch):
     def _after_copy(self, _: Any, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
         """The cache gets a copy, in a slot that still held another state: nothing zeroes it."""
         if src_indices is not self._sources:
-            prints = self.printed(copied(src_indices)) if self._reads_all else None
-            self.note_copy(_, src_indices, dst_indices, prints)
+            sources = kept(src_indices)
+            prints = self.printed(sources) if self._reads_all else None
+            self.note_copy(_, sources, dst_indices, prints)
 
     # Forwards
 
@@ -157,7 +158,7 @@ class SlotWatch(StateWatch):
         loads = self._loads
         if loads is None:
             return
-        sources, targets = copied(src_index), copied(dst_index)
+        sources, targets = kept(src_index), kept(dst_index)
         prints = self.printed(targets if self._reads_all else sources)
         loaded = functools.partial(self._loaded, loads)
         self.journal.note(loaded, loads.slots, sources, targets, prints)
