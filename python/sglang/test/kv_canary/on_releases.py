@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.environ import envs
 from sglang_kv_canary.wiring.releases import Release, release
 
 from .volume import FULL_VOLUME
 
 __all__ = [
+    "LISTS_AT_ONCE",
     "LONG",
     "REFUSES_STORAGE",
     "UNIFIED_TREE",
@@ -71,6 +73,8 @@ with_disaggregation = pytest.mark.skipif(
 UNIFIED_TREE = not {"until_0_5_17.hicache", "v0_5_17.hicache", "v0_5_18.hicache"} & set(
     release().hook_modules
 )
+# Its core in Rust lists all slots at once, without nodes or namespaces
+LISTS_AT_ONCE = UNIFIED_TREE and envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "rust"
 from_0_5_22 = pytest.mark.skipif(
     not is_from_0_5_22(release()),
     reason="covered from 0.5.22 on; lifted by make test SGLANG=0.5.23",

@@ -24,7 +24,7 @@ from sglang_kv_canary.runner.changed_words import Word, _inverse, explaining_wor
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.wiring import surroundings
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE
+from sglang_kv_canary_rigs.on_releases import LISTS_AT_ONCE
 from sglang_kv_canary_rigs.tree_requests import key_of
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
@@ -56,7 +56,8 @@ def lines_of(rig: TreeRig) -> dict[str, str]:
 
 def in_node(node: Any, rest: str) -> str:
     """What is said of `node`. A unified tree lists its slots without nodes."""
-    return "" if UNIFIED_TREE else f", in node {node.id} with {rest}"
+    number = getattr(node, "id", node)  # newer trees name nodes by their numbers
+    return "" if LISTS_AT_ONCE else f", in node {number} with {rest}"
 
 
 def reading_half_a_cached_prompt(kind: str = "mha") -> tuple[TreeRig, Any]:
@@ -115,7 +116,7 @@ def test_a_swa_slot_is_found_through_the_mapping() -> None:
         buffer[swa_slot] += 1
     rig.decode_request(req, 7)
     assert scene_of(rig).slot == swa_slot
-    node = "" if UNIFIED_TREE else ", in node"
+    node = "" if LISTS_AT_ONCE else ", in node"
     assert f"in the prefix cache at position 16{node}" in lines_of(rig)["cached"]
 
 
@@ -141,7 +142,7 @@ def test_a_large_prefix_cache_is_searched_in_part(monkeypatch: pytest.MonkeyPatc
     req = rig.admit([*range(300, 310)])
     rig.pool.k_buffer[1][rig.slot(rig.row(req), 5)] += 1
     rig.decode_request(req, 7)
-    searched = "" if UNIFIED_TREE else "part of the "  # it is listed at once
+    searched = "" if LISTS_AT_ONCE else "part of the "  # it is listed at once
     expected = f"not in the {searched}prefix cache{' that was searched' if searched else ''}"
     assert lines_of(rig)["cached"] == expected
 

@@ -23,7 +23,7 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
 from sglang_kv_canary_rigs.dsv4_rig import Dsv4Rig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.on_releases import UNIFIED_TREE
+from sglang_kv_canary_rigs.on_releases import LISTS_AT_ONCE
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
 
@@ -107,7 +107,7 @@ def test_all_rows_that_share_a_cached_slot_are_listed(monkeypatch: pytest.Monkey
         (answers.rig.row(r), 5) for r in readers
     ]
     (cached,) = only(answer)["cached_at"]
-    locks = None if UNIFIED_TREE else 6  # that tree lists its slots without nodes
+    locks = None if LISTS_AT_ONCE else 6  # that tree lists its slots without nodes
     assert (cached["position"], cached["locks"]) == (5, locks)
     assert only(answer)["cache_searched"] == "whole"
     monkeypatch.setattr(module, "PART", 2 * 256)  # two rows at a time

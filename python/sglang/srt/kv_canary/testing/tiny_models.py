@@ -446,12 +446,12 @@ def tiny_llama_weights(seed: int) -> dict[str, torch.Tensor]:
     hidden, inner, vocab = (
         config[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
-    kv = config["num_key_value_heads"] * config["head_dim"]
+    q, kv = (config[f"num_{of}_heads"] * _HEAD_DIM for of in ("attention", "key_value"))
     layer = {
-        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.q_proj": (q, hidden),
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, q),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
