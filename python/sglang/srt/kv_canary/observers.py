@@ -11,7 +11,6 @@ from .monitors.statistics import StatisticsReporter
 from .monitors.swa_divergence import SwaDivergenceReporter
 from .runner.step_observer import StepObserver
 from .sweep.orchestrator import SweepOrchestrator
-from .wiring.adapters import anchor_of_key
 from .wiring.releases import release
 from .wiring.startup_check import AppliedHooks
 
@@ -29,7 +28,7 @@ def build_observers(
     observers: list[StepObserver] = []
     if config.sweep_interval and role == "target":
         namespace_of = release().namespace_of_key
-        sweep = SweepOrchestrator(config, groups, sink, anchor_of_key, namespace_of)
+        sweep = SweepOrchestrator(config, groups, sink, namespace_of)
         observers.append(sweep)
     if config.health_check_interval:
         health = HealthCheck(config, groups, sink, role, sweep, _lost_hooks(role))

@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -130,12 +130,10 @@ class SweepOrchestrator(StepObserver):
         config: CanaryConfig,
         groups: tuple[CanaryBufferGroup, ...],
         sink: EventSink,
-        anchor_of_key: Callable[[str | None], int] = anchor_of,
         namespace_of: NamespaceOf = ONE_FIELD,
     ) -> None:
-        """`anchor_of_key`: of prefixes that are cached in a namespace."""
         self._config = config
-        self._anchor_of_key, self._namespace_of = anchor_of_key, namespace_of
+        self._namespace_of = namespace_of
         self._sink = sink
         self._legs = legs_of(groups, config.content_mode)
         self._stride = max((g.stride for g in groups), default=1)
@@ -280,7 +278,7 @@ class SweepOrchestrator(StepObserver):
             chunk = current.walker.next_chunk(
                 max_slots=allowed, max_us=self._config.sweep_budget_us
             )
-            plans = () if chunk is None else _plans_of(chunk, leg, self._anchor_of_key)
+            plans = () if chunk is None else _plans_of(chunk, leg)
         for _, plan in plans:
             keep_until_read(plan.slots, plan.positions, plan.prev_slots, plan.anchors)
         return chunk, plans
@@ -373,7 +371,7 @@ def _findings(manager: Observed) -> int:
 
 
 def _plans_of(
-    chunk: RadixCacheWalkResult, leg: SweepLeg, anchor_of_key: Callable[[str | None], int]
+    chunk: RadixCacheWalkResult, leg: SweepLeg
 ) -> tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]:
     if not chunk.num_slots:
         return ()
@@ -382,7 +380,7 @@ def _plans_of(
     for group in leg.groups:
         key = (id(group.swa_index_lut), group.stride)
         if key not in plans:
-            plans[key] = _plan_of(chunk, group, anchor_of_key)
+            plans[key] = _plan_of(chunk, group)
         if plans[key].slots.shape[0]:
             served.append((group, plans[key]))
     return tuple(served)
@@ -391,11 +389,10 @@ def _plans_of(
 def _plan_of(
     chunk: RadixCacheWalkResult,
     group: CanaryBufferGroup,
-    anchor_of_key: Callable[[str | None], int],
 ) -> SweepVerifyPlan:
     if group.stride != 1:
-        return build_strided_sweep_plan(chunk, group.stride, anchor_of_key)
-    return build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of_key)
+        return build_strided_sweep_plan(chunk, group.stride, anchor_of)
+    return build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from ..plan.anchor import anchor_of
 from .context import context
 
-__all__ = ["anchor_of_key", "knows_adapter", "shared_key"]
+__all__ = ["anchor_of_key", "knows_adapter", "shared_key", "shared_prefix_key"]
 
 
 def shared_key(request: Any, key: str | None) -> str | None:
@@ -16,10 +16,15 @@ def shared_key(request: Any, key: str | None) -> str | None:
     return key if names is None else names.of_request(key, request.lora_id)
 
 
+def shared_prefix_key(extra_key: str | None) -> str | None:
+    """The same for prefixes that are cached under `extra_key`."""
+    names = context.adapters
+    return extra_key if names is None else names.of_prefix(extra_key)
+
+
 def anchor_of_key(extra_key: str | None) -> int:
     """Chain anchor of prefixes that are cached under `extra_key`, int64."""
-    names = context.adapters
-    return anchor_of(extra_key if names is None else names.of_prefix(extra_key))
+    return anchor_of(shared_prefix_key(extra_key))
 
 
 def knows_adapter(request: Any) -> bool:

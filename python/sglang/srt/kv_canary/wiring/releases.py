@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..seam_guard import is_set
@@ -77,6 +76,8 @@ class Release:
     namespace_of: Callable[
         [Any], str | None
     ]  # of a request: what else than tokens tells its prefixes apart
+    # The same for a key of a prefix cache.
+    namespace_of_key: Callable[[Any], str | None]
     # Full slots of the longest prefix of some tokens that a prefix cache holds in the default namespace.
     cached_slots: Callable[[Any, Sequence[int]], list[int]]
     ranks_of: Callable[[Any], Ranks]  # of a model runner
@@ -101,8 +102,6 @@ class Release:
     schedulers_here: Callable[[Any], int]
     # Of settled arguments: whether sub-pools share one buffer, whose records a hook of the release leaves room for.
     shares_buffer: Callable[[Any], bool] = lambda _: False
-    # What `namespace_of` is for a request, for a key of a prefix cache that names its nodes.
-    namespace_of_key: Callable[[Any], str | None] = attrgetter("extra_key")
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
     # The StateWatch that follows states of linear-attention layers. None: they are not checked.

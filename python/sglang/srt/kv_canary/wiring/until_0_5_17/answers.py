@@ -5,9 +5,16 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from ..adapters import shared_key
+from ..adapters import shared_key, shared_prefix_key
 
-__all__ = ["cached_slots", "namespace_of", "pads_to_other_ranks", "row_of", "schedulers_here"]
+__all__ = [
+    "cached_slots",
+    "namespace_of",
+    "namespace_of_key",
+    "pads_to_other_ranks",
+    "row_of",
+    "schedulers_here",
+]
 
 
 # A request's row of req_to_token, read in C: a step asks for those of the whole batch.
@@ -17,6 +24,10 @@ row_of = attrgetter("req_pool_idx")
 def namespace_of(request: Any) -> str | None:
     """LoRA and cache salt."""
     return shared_key(request, request.extra_key)
+
+
+def namespace_of_key(key: Any) -> str | None:
+    return shared_prefix_key(key.extra_key)
 
 
 def cached_slots(tree_cache: Any, token_ids: Any) -> list[int]:

@@ -21,6 +21,7 @@ from ..releases import Release, found_later
 from ..until_0_5_17.answers import (
     cached_slots,
     namespace_of,
+    namespace_of_key,
     pads_to_other_ranks,
     row_of,
     schedulers_here,
@@ -90,6 +91,7 @@ RELEASE = Release(
     row_of=row_of,
     tokens_of=_tokens_of,
     namespace_of=namespace_of,
+    namespace_of_key=namespace_of_key,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,

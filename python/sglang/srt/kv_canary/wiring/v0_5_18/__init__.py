@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..adapters import shared_key
+from ..adapters import shared_key, shared_prefix_key
 from ..from_0_5_17.pools import POOLS, UNIFIED_HYBRID, UNIFIED_MHA
 from ..from_0_5_21.answers import salted
 from ..releases import found_later
@@ -26,7 +26,7 @@ def _namespace_of(request: Any) -> str | None:
 
 
 def _namespace_of_key(key: Any) -> str | None:
-    return salted(key.extra_key, key.cache_salt)
+    return salted(shared_prefix_key(key.extra_key), key.cache_salt)
 
 
 RELEASE = replace(

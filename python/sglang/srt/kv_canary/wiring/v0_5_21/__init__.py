@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..adapters import shared_key
+from ..adapters import shared_key, shared_prefix_key
 from ..from_0_5_17.answers import (
     captured,
     cuts_decode_graphs,
@@ -44,6 +44,10 @@ def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
 
 def _namespace_of(request: Any) -> str | None:
     return salted(shared_key(request, request.extra_key), request.cache_salt)
+
+
+def _namespace_of_key(key: Any) -> str | None:
+    return salted(shared_prefix_key(key.extra_key), key.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -109,6 +113,7 @@ RELEASE = Release(
     row_of=row_of,
     tokens_of=_tokens_of,
     namespace_of=_namespace_of,
+    namespace_of_key=_namespace_of_key,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,

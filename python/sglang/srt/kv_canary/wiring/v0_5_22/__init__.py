@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from ...runner.ranks import Ranks
-from ..adapters import shared_key
+from ..adapters import shared_key, shared_prefix_key
 from ..context import context
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
 from ..from_0_5_21.answers import NOT_BUILT, salted
@@ -32,6 +32,10 @@ def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
 def _namespace_of(request: Any) -> str | None:
     key = shared_key(request, key_in_chains(request.extra_key))
     return salted(key, request.cache_salt)
+
+
+def _namespace_of_key(key: Any) -> str | None:
+    return salted(shared_prefix_key(key_in_chains(key.extra_key)), key.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -107,6 +111,7 @@ RELEASE = replace(
     refusals=found_later(__name__, "refusals", "REFUSALS"),
     tokens_of=_tokens_of,
     namespace_of=_namespace_of,
+    namespace_of_key=_namespace_of_key,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_parts=UNIFIED_ALLOCATORS,
