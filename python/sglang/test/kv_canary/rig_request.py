@@ -20,7 +20,7 @@ class RigRequest:
     session: Any = None
     lora_id: str | None = None
     rid: str = "rig"
-    cache_salt: None = None
+    cache_salt: str | None = None
     extend_end: None = None  # all of `fill_ids` is computed
 
     @property

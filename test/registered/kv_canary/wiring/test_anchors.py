@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.plan.anchor import anchor_of
@@ -18,6 +20,7 @@ from sglang_kv_canary.wiring.adapter_names import AdapterNames
 from sglang_kv_canary.wiring.adapters import anchor_of_key, knows_adapter, shared_key
 from sglang_kv_canary.wiring.anchors import update_anchors
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.rig_request import RigRequest
 
@@ -154,6 +157,36 @@ def test_servers_that_name_an_adapter_alike_share_its_anchor(
     assert anchors[0] == anchors[1]
     assert len(set(anchors[0])) == 7
     assert anchors[0][4:] == [0, anchor_of("salt"), anchor_of("0" * 32)]
+
+
+@pytest.mark.parametrize("adapter", [None, "a" * 32])
+@pytest.mark.parametrize("salt", [None, "salt"])
+@pytest.mark.parametrize("own", [None, "own"])
+@pytest.mark.parametrize("shares_names", [False, True])
+def test_a_cached_prefix_has_the_namespace_of_its_request(
+    own: str | None,
+    salt: str | None,
+    adapter: str | None,
+    shares_names: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sweep starts the chains of cached prefixes where those of their requests start."""
+    if shares_names:
+        refs = {} if adapter is None else {adapter: SimpleNamespace(lora_name="red")}
+        monkeypatch.setattr(context, "adapters", AdapterNames(SimpleNamespace(lora_refs=refs)))
+    has_salt = hasattr(RadixKey, "cache_salt")
+    # Older releases, and SGLang itself for adapters, have all in one key
+    parts = own, None if has_salt else salt, adapter
+    extra_key = "".join(filter(None, parts)) or None
+    request = _request(1, extra_key, lora=adapter)
+    key = RadixKey(array("q", range(4)), extra_key)
+    if has_salt:
+        request.cache_salt = salt
+        key = RadixKey(array("q", range(4)), extra_key, cache_salt=salt)
+    namespace = release().namespace_of(request)
+    assert (namespace is None) == (own is salt is adapter is None)
+    assert release().namespace_of_key(key) == namespace
+    assert release().namespace_of_key(key[2:]) == namespace  # a node that was split
 
 
 def test_no_key_of_a_client_is_taken_for_an_adapter() -> None:
