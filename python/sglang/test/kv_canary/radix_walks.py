@@ -41,15 +41,15 @@ def walk_in_chunks(walker, **limits) -> list:
 
 def check_chunk(tree, result, swa_resident_only: bool = False) -> None:
     """Every entry is held right now, and position and predecessor are those that it was written with."""
-    held = tree.held_owners()
+    held, has_core = tree.held_owners(), hasattr(tree.cache, "tree_core")
     namespaces = [s.extra_key for s in result.segments for _ in range(s.length)]
     for (slot, position, prev), namespace in zip(entries(result), namespaces, strict=True):
         assert slot in held, f"slot {slot} is not held by the tree"
         assert position == len(held[slot].path) - 1
-        assert namespace == held[slot].extra_key
+        assert namespace == (None if has_core else held[slot].extra_key)
         before = Owner(held[slot].path[:-1], held[slot].extra_key)
         if position == 0:
-            assert prev == PREV_ANCHOR
+            assert prev == (PREV_UNREACHABLE if has_core else PREV_ANCHOR)
         elif position % tree.page_size:
             assert prev == slot - 1  # the same page
         elif prev == PREV_UNREACHABLE:

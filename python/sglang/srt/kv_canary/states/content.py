@@ -44,7 +44,7 @@ class StatePrints:
             (prints.reshape(-1, part.pieces) * part.keys).sum(axis=1)
             for prints, part in zip(pieces, self.parts, strict=True)
         ]
-        return np.sum(sums, axis=0).tolist()
+        return np.sum(sums, axis=0).tolist() if sums else []
 
 
 class StateContent:

@@ -67,7 +67,8 @@ class RadixCacheWalkResult:
     """One chunk of a walk: n slots of the FULL slot space, on the tree's device.
 
     `prev_slot_indices` holds the predecessor slot, or PREV_ANCHOR at position 0. It holds PREV_UNREACHABLE if the
-    predecessor has no slot in the swept slot space (it is an SWA tombstone).
+    predecessor has no slot in the swept slot space (it is an SWA tombstone), or if a chain may start from another
+    anchor than that of its node's key.
     """
 
     slot_indices: torch.Tensor  # int64[n]
@@ -111,8 +112,10 @@ class RadixCacheWalker:
     ) -> None:
         """Raises UnsupportedRadixCacheError for a cache class whose slots cannot be listed."""
         self._cache = unwrap(radix_cache)
-        self._namespace_of = namespace_of
         self._view = _view_of(self._cache)
+        knows_anchors = self._view is None or self._view.knows_anchors
+        self._namespace_of = namespace_of if knows_anchors else _no_namespace
+        self._first = PREV_ANCHOR if knows_anchors else PREV_UNREACHABLE
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
         self.device = device_of(self._cache)
@@ -222,7 +225,7 @@ class RadixCacheWalker:
             offset = first - frame.end
             return chunk.add_outside(value[offset - 1 : offset])
         if frame.node is self._root:
-            return PREV_ANCHOR
+            return self._first
         if frame.tail is None or frame.tail_chunk != chunk.serial:
             frame.tail = self._outside_tail(chunk, frame.node)
             frame.tail_chunk = chunk.serial
@@ -386,6 +389,9 @@ class _TreeView:
     lock: Callable[[Any], int]  # requests that use the node
     swa_tombstone: Callable[[Any], bool] | None = None  # None: the tree has no SWA
     merges_nodes: bool = False
+    # Whether chains start from the anchors of their nodes' keys. Streaming sessions of trees with a core may put the KV
+    # of a turn under the key of a later one
+    knows_anchors: bool = True
 
 
 def _radix_view(cache: Any) -> _TreeView:
@@ -423,7 +429,12 @@ def _unified_view(cache: Any) -> _TreeView:
         lambda node: node.component_data[full].value,
         lambda node: node.component_data[full].lock_ref,
         (lambda node: node.component_data[swa].value is None) if has_swa else None,
+        knows_anchors=not hasattr(cache, "tree_core"),
     )
+
+
+def _no_namespace(_: Any) -> None:
+    return None
 
 
 # By qualified name, so that only the tree in use is imported. Subclasses follow their base class.

@@ -11,6 +11,7 @@ from sglang.srt.environ import envs
 
 from ...plan.anchor import anchor_of
 from ...states.content import StatePrints
+from ..releases import release
 from ..state_watch import StateWatch, first, owner_of
 
 __all__ = ["PoolWatch"]
@@ -36,7 +37,7 @@ class PoolWatch(StateWatch):
         self.wrap(pool, "copy_from", self.note_copy)
 
     def anchor_of_prefix(self, key: Any) -> int:
-        return anchor_of(key.extra_key)
+        return anchor_of(release().namespace_of_key(key))
 
     def last_snapshot(self, request: Any) -> int | None:
         return request.mamba_last_track_seqlen

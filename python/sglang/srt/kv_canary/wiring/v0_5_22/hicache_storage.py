@@ -7,13 +7,12 @@ from typing import Any
 
 from ...plan.anchor import anchor_of
 from ...plan.host_chain import chain_of_tokens
-from ..from_0_5_21.answers import salted
 from ..guard import attempt_aside
 from ..hicache import HYBRID_CONTROLLER
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
+from ..releases import release
 from ..v0_5_17.hicache import TREE
-from .namespace import key_in_chains
 
 __all__ = ["HOOKS"]
 
@@ -41,7 +40,7 @@ def _around_prefetch(
 
 def _begin(controller: Any, handle: Any, key: Any, tokens: Sequence[int] | None) -> None:
     if (store := store_of(controller)) is not None:
-        anchor = anchor_of(salted(key_in_chains(key.extra_key), key.cache_salt))
+        anchor = anchor_of(release().namespace_of_key(key))
         store.begin(handle.rid, len(tokens or ()), chain_of_tokens(tokens or (), anchor))
 
 

@@ -21,10 +21,8 @@ from ...reports.violation import Actor
 from ...runner.step_observer import Observed
 from ...states.ledger import Prefix
 from ..context import context
-from ..from_0_5_21.answers import salted
 from ..releases import release
 from ..state_watch import Forward, StateWatch, kept, owner_of
-from .namespace import key_in_chains
 
 __all__ = ["SlotWatch"]
 
@@ -87,7 +85,7 @@ class SlotWatch(StateWatch):
         self.wrap(self._rows, "copy_mamba_state", self._after_loads)
 
     def anchor_of_prefix(self, key: Any) -> int:
-        return anchor_of(salted(key_in_chains(key.extra_key), key.cache_salt))
+        return anchor_of(release().namespace_of_key(key))
 
     def last_snapshot(self, request: Any) -> int | None:
         return request.kv.mamba_last_track_seqlen
