@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -147,6 +148,40 @@ class TestStreamingSessions(CanaryE2EBase):
         done = injection.answer()
         assert self.reported_in_forwards("USE_AFTER_FREE") == ALL_TAGS
         self.assert_all_explained(done)
+
+
+class TestAbortedTurn(TestStreamingSessions):
+    """Its row goes to the prefix cache under the key of that turn. What earlier turns stored has another namespace.
+
+    With a core in Python the sweep knows the key of each node.
+    """
+
+    flags: ClassVar = {**TestStreamingSessions.flags, "page_size": 16}
+    env: ClassVar = {
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+    }
+    test_clean_turns_beside_other_requests_raise_no_alarm = None
+    test_turns_that_name_other_namespaces_read_what_the_session_holds = None
+    test_damage_to_a_slot_that_the_session_keeps = None
+    test_slot_that_was_freed_between_turns = None
+
+    @pytest.mark.parametrize("key", ["a", "b", None])
+    def test_of_another_namespace(self, key: str | None) -> None:
+        session, rng = f"aborted {key}", random.Random(f"aborted {key}")
+        self.open(session)
+        # Less than a page: the first turn caches nothing of its own
+        self.take_turn(session, 0, random_tokens(rng, 10), 4, extra_key="a")
+        with ThreadPoolExecutor(1) as pool:
+            turn = pool.submit(
+                self.take_turn, session, 1, random_tokens(rng, 10), 400, extra_key=key
+            )
+            time.sleep(0.25)  # it decodes
+            self.serving.post("/abort_request", {"rid": f"{session}.1"})
+            said = turn.result()["meta_info"]
+        assert said["finish_reason"]["type"] == "abort"
+        time.sleep(0.5)  # passes of an idle server
+        self.assert_no_violations()
 
 
 @pytest.mark.skipif(
