@@ -135,7 +135,7 @@ class CanarySwitch:
         for runner, bracketed in zip(self._runners, self._forwards, strict=True):
             runner.model.forward = bracketed if on else innermost(bracketed)
             if on:
-                sglang_parts.restored()(runner.token_to_kv_pool)
+                sglang_parts.take_up_pool(runner.token_to_kv_pool)
 
 
 def wrapped_methods(scheduler: Any) -> list[tuple[Any, str, Any]]:

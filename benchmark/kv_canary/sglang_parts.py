@@ -110,13 +110,12 @@ def chunks_under_way(request: Any) -> int:
     return request.inflight_middle_chunks if HAS_BACKENDS else request.is_chunked
 
 
-def restored() -> Callable[[Any], None]:
-    """What to do with a runner's pool when the canary is put back."""
-    if HAS_BACKENDS:
-        return lambda pool: None
-    from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
+def take_up_pool(pool: Any) -> None:
+    """What a start does to a runner's pool, and SGLang's own methods have undone while the canary was out."""
+    if not HAS_BACKENDS:
+        from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
 
-    return use_running_translation
+        use_running_translation(pool)
 
 
 def tensor_parallel_rank(scheduler: Any) -> int:

@@ -18,6 +18,7 @@ from sglang_kv_canary.record import PREV_UNREACHABLE
 from sglang_kv_canary.sweep.flat_walker import FlatWalker
 from sglang_kv_canary.sweep.radix_cache_walker import RadixCacheWalker
 from sglang_kv_canary.sweep.walkers import walk_radix_cache_for_canary, walker_of
+from sglang_kv_canary_rigs.on_releases import LISTS_AT_ONCE
 from sglang_kv_canary_rigs.radix_fixtures import HAS_CORES, RealTree, make_tree
 from sglang_kv_canary_rigs.radix_walks import (
     OPERATIONS,
@@ -107,7 +108,7 @@ def test_random_histories(kind: str, page: int, swa_resident_only: bool) -> None
 
 
 @pytest.mark.skipif(
-    not (HAS_CORES and envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "rust"),
+    not LISTS_AT_ONCE,
     reason="the core in Rust is the default from 0.5.21 on; lifted by make test SGLANG=0.5.23",
 )
 def test_a_core_in_rust_lists_its_slots() -> None:

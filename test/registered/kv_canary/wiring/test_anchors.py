@@ -17,7 +17,7 @@ from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.plan.anchor import anchor_of
 from sglang_kv_canary.wiring import adapter_names
 from sglang_kv_canary.wiring.adapter_names import AdapterNames
-from sglang_kv_canary.wiring.adapters import anchor_of_key, knows_adapter, shared_key
+from sglang_kv_canary.wiring.adapters import knows_adapter, shared_key, shared_prefix_key
 from sglang_kv_canary.wiring.anchors import update_anchors
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
@@ -147,13 +147,15 @@ def test_servers_that_name_an_adapter_alike_share_its_anchor(
         refs = _loaded("red", "blue")
         monkeypatch.setattr(context, "adapters", AdapterNames(SimpleNamespace(lora_refs=refs)))
         keys = [f"{key}{adapter}" for adapter in refs for key in ("", "salt")]
-        anchors.append([anchor_of_key(key) for key in (*keys, None, "salt", "0" * 32)])
+        anchors.append(
+            [anchor_of(shared_prefix_key(key)) for key in (*keys, None, "salt", "0" * 32)]
+        )
         requests = [(f"{key}{adapter}", adapter) for adapter in refs for key in ("", "salt")]
         requests += [(None, None), ("salt", None), ("0" * 32, None)]
         shared = [shared_key(SimpleNamespace(lora_id=adapter), key) for key, adapter in requests]
         assert [anchor_of(key) for key in shared] == anchors[-1]
         refs.clear()  # unloaded: what is cached keeps its anchor
-        assert [anchor_of_key(key) for key in keys] == anchors[-1][:4]
+        assert [anchor_of(shared_prefix_key(key)) for key in keys] == anchors[-1][:4]
     assert anchors[0] == anchors[1]
     assert len(set(anchors[0])) == 7
     assert anchors[0][4:] == [0, anchor_of("salt"), anchor_of("0" * 32)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan.anchor import anchor_of
 from .context import context
 
-__all__ = ["anchor_of_key", "knows_adapter", "shared_key", "shared_prefix_key"]
+__all__ = ["knows_adapter", "shared_key", "shared_prefix_key"]
 
 
 def shared_key(request: Any, key: str | None) -> str | None:
@@ -20,11 +19,6 @@ def shared_prefix_key(extra_key: str | None) -> str | None:
     """The same for prefixes that are cached under `extra_key`."""
     names = context.adapters
     return extra_key if names is None else names.of_prefix(extra_key)
-
-
-def anchor_of_key(extra_key: str | None) -> int:
-    """Chain anchor of prefixes that are cached under `extra_key`, int64."""
-    return anchor_of(shared_prefix_key(extra_key))
 
 
 def knows_adapter(request: Any) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..errors import startup_error
 from ..pool_kind import PoolKind
 from ..slot_event import SlotEventKind
@@ -19,6 +17,7 @@ from .call_site import call_of
 from .context import context
 from .guard import guarded
 from .hook_spec import HookSpec, HookType
+from .kept_slots import kept
 from .releases import release
 
 FREES = "slots that are read after they were freed"
@@ -88,16 +87,7 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     if release().queues_frees(allocator):
         context.queued_frees.queue(call)
     elif allocator in context.allocator_kinds:
-        context.slot_event(allocator, SlotEventKind.FREE, _kept(free_index), call)
-
-
-def _kept(slots: torch.Tensor) -> torch.Tensor:
-    """`slots`, copied where SGLang may overwrite them: a part of req_to_token changes before the event is applied.
-
-    What the prefix cache evicts is a tensor of its own, which nobody writes to again.
-    """
-    is_part = slots.untyped_storage().nbytes() != slots.nbytes
-    return slots.clone() if is_part else slots
+        context.slot_event(allocator, SlotEventKind.FREE, kept(free_index), call)
 
 
 def noting_allocations(inside: str = "") -> Callable[..., None]:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 _NOT_WRITTEN = object()  # no namespace is equal to it
 
 
+def anchor_of_prefix(key: Any) -> int:
+    """Where chains of what a prefix cache has under `key` begin, int64."""
+    return anchor_of(release().namespace_of_key(key))
+
+
 def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -> None:
     """Set the anchors of the rows of `requests` if they changed, on the current stream."""
     known, row_of = context.namespace_of_row, release().row_of

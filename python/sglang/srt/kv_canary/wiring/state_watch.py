@@ -24,15 +24,17 @@ from ..runner.step_observer import Observed, StepObserver
 from ..states.content import StateContent, StatePrints
 from ..states.journal import StateJournal
 from ..states.ledger import Prefix, StateLedger, Track, Use
+from .anchors import anchor_of_prefix
 from .context import context
 from .guard import attempt_aside
+from .kept_slots import kept
 from .releases import release
 from .states import say_unchecked
 
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
 
-__all__ = ["Forward", "StateWatch", "first", "kept", "owner_of"]
+__all__ = ["Forward", "StateWatch", "first", "owner_of"]
 
 _NO_SNAPSHOT = -1  # in place of a slot
 
@@ -93,10 +95,6 @@ class StateWatch(StepObserver):
 
     def note_match(self, result: Any, params: Any) -> None:
         """The prefix cache has answered a request."""
-        raise NotImplementedError
-
-    def anchor_of_prefix(self, key: Any) -> int:
-        """Chain anchor of what is cached under `key`, int64."""
         raise NotImplementedError
 
     def last_snapshot(self, request: Any) -> int | None:
@@ -238,7 +236,7 @@ class StateWatch(StepObserver):
 
     def prefix_of(self, key: Any, length: int | None = None) -> Prefix:
         """Of the prefix cache's `key`, or of its first `length` tokens."""
-        return Prefix(key.token_ids[:length], self.anchor_of_prefix(key))
+        return Prefix(key.token_ids[:length], anchor_of_prefix(key))
 
     def printed(self, slots: torch.Tensor) -> StatePrints | None:
         """Fingerprints of the states in `slots`, int[n]. None without content. On the current stream."""
@@ -376,12 +374,6 @@ def _content_of(manager: CanaryManager, pool: Any, num_slots: int) -> StateConte
         return StateContent(manager.launcher.backend, layers, num_slots, mode)
     except UnsupportedPoolError as error:
         raise UnsupportedPoolError(f"states of {type(pool).__name__}: {error}") from error
-
-
-def kept(numbers: torch.Tensor) -> torch.Tensor:
-    """`numbers`, copied if they are a part of a tensor, which SGLang may overwrite. The rest it never writes to."""
-    is_part = numbers.untyped_storage().nbytes() != numbers.nbytes
-    return numbers.clone() if is_part else numbers
 
 
 def first(numbers: list[int]) -> int | None:

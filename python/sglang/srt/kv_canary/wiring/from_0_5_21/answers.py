@@ -6,10 +6,13 @@ from operator import attrgetter
 from typing import Any
 
 from ...pool_patcher.registry import PoolSupport
+from ..adapters import shared_key, shared_prefix_key
 from ..from_0_5_17 import answers
 
 __all__ = [
     "NOT_BUILT",
+    "namespace_of",
+    "namespace_of_key",
     "pads_to_other_ranks",
     "queues_frees",
     "row_of",
@@ -29,6 +32,15 @@ row_of = attrgetter("kv.req_pool_idx")
 def salted(extra_key: str | None, cache_salt: str | None) -> str | None:
     """As the anchor of a chain takes it. None: the default namespace."""
     return extra_key if cache_salt is None else f"{extra_key or ''}\n{cache_salt}"
+
+
+def namespace_of(request: Any) -> str | None:
+    """LoRA, extra key and cache salt."""
+    return salted(shared_key(request, request.extra_key), request.cache_salt)
+
+
+def namespace_of_key(key: Any) -> str | None:
+    return salted(shared_prefix_key(key.extra_key), key.cache_salt)
 
 
 def queues_frees(allocator: Any) -> bool:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ...host_tier.page_store import PageStore
-from ...plan.anchor import anchor_of
 from ...record import WORD_CHAIN
+from ..anchors import anchor_of_prefix
 from ..context import context
 from ..guard import attempt_aside
 from ..hicache import CONTROLLER, HYBRID_CONTROLLER
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
-from ..releases import release
 
 __all__ = ["HOOKS"]
 
@@ -51,7 +50,7 @@ def _store_of(tree: Any) -> PageStore | None:
 def _end_of(tree: Any, node: Any) -> tuple[int, int | None]:
     """(tokens up to `node`, the last one's chain)."""
     if node is tree.root_node:
-        return 0, anchor_of(release().namespace_of_key(node.key))
+        return 0, anchor_of_prefix(node.key)
     last = int(node.host_value[-1])
     record = context.host_tier.records.part(last, last + 1)
     chain = int(record.words[0, 0, WORD_CHAIN]) if record.present.all() else None

@@ -16,7 +16,7 @@ from ...errors import startup_error
 from ...launch.loads import LoadedPrefix, adopt_content
 from ...pool_kind import PoolKind
 from ...runner.step_observer import Observed, StepObserver
-from ..adapters import anchor_of_key
+from ..anchors import anchor_of_prefix
 from ..context import context
 from ..forward_stream import on_forward_stream
 from ..guard import attempt, attempt_aside
@@ -57,7 +57,7 @@ class LoadedByLMCache(StepObserver):
         slots = filled.to(torch.int64, copy=True)  # the tree may drop its own
         if slots.is_cuda:
             slots.record_stream(self._scheduler.forward_stream)
-        loaded = LoadedPrefix(tokens, slots, anchor_of_key(key.extra_key))
+        loaded = LoadedPrefix(tokens, slots, anchor_of_prefix(key))
         manager = context.target
         with on_forward_stream(self._scheduler, manager):
             if manager.note_loaded(loaded):

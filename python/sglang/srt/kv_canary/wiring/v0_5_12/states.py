@@ -9,9 +9,7 @@ import torch
 
 from sglang.srt.environ import envs
 
-from ...plan.anchor import anchor_of
 from ...states.content import StatePrints
-from ..releases import release
 from ..state_watch import StateWatch, first, owner_of
 
 __all__ = ["PoolWatch"]
@@ -35,9 +33,6 @@ class PoolWatch(StateWatch):
         self.wrap(pool, "free", self.note_free, before=True)
         self.wrap(pool, "clear", self.note_clear)
         self.wrap(pool, "copy_from", self.note_copy)
-
-    def anchor_of_prefix(self, key: Any) -> int:
-        return anchor_of(release().namespace_of_key(key))
 
     def last_snapshot(self, request: Any) -> int | None:
         return request.mamba_last_track_seqlen

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from ..adapters import shared_key, shared_prefix_key
 from ..from_0_5_17.pools import POOLS, UNIFIED_HYBRID, UNIFIED_MHA
-from ..from_0_5_21.answers import salted
+from ..from_0_5_21.answers import namespace_of, namespace_of_key
 from ..releases import found_later
 from ..v0_5_17 import RELEASE as OF_0_5_17
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
@@ -21,22 +19,14 @@ _OTHER_HOOKS = {
 }
 
 
-def _namespace_of(request: Any) -> str | None:
-    return salted(shared_key(request, request.extra_key), request.cache_salt)
-
-
-def _namespace_of_key(key: Any) -> str | None:
-    return salted(shared_prefix_key(key.extra_key), key.cache_salt)
-
-
 RELEASE = replace(
     OF_0_5_17,
     hook_modules=tuple(_OTHER_HOOKS.get(module, module) for module in OF_0_5_17.hook_modules),
     served=found_later(__name__, "coverage", "SERVED"),
     # New, and refused as the others with virtual slot ids.
     known_pools=lambda: {**OF_0_5_17.known_pools(), UNIFIED_HYBRID: POOLS[UNIFIED_MHA]},
-    namespace_of=_namespace_of,
-    namespace_of_key=_namespace_of_key,
+    namespace_of=namespace_of,
+    namespace_of_key=namespace_of_key,
     allocator_methods=ALLOCATOR_METHODS,
     swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
 )

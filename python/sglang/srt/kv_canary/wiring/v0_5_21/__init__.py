@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..adapters import shared_key, shared_prefix_key
 from ..from_0_5_17.answers import (
     captured,
     cuts_decode_graphs,
@@ -23,10 +22,11 @@ from ..from_0_5_17.pools import PAGE_MAJOR, POOLS, UNIFIED_HYBRID, UNIFIED_MHA
 from ..from_0_5_21.allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 from ..from_0_5_21.answers import (
     NOT_BUILT,
+    namespace_of,
+    namespace_of_key,
     pads_to_other_ranks,
     queues_frees,
     row_of,
-    salted,
     server_args,
     settled,
 )
@@ -40,14 +40,6 @@ def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
     # As get_fill_ids(), which copies
     tokens, extend = request.full_untruncated_fill_ids, request.extend_range
     return tokens, len(tokens) if extend is None else min(extend.end, len(tokens))
-
-
-def _namespace_of(request: Any) -> str | None:
-    return salted(shared_key(request, request.extra_key), request.cache_salt)
-
-
-def _namespace_of_key(key: Any) -> str | None:
-    return salted(shared_prefix_key(key.extra_key), key.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -112,8 +104,8 @@ RELEASE = Release(
     install_flags=lambda: None,  # SGLang has them
     row_of=row_of,
     tokens_of=_tokens_of,
-    namespace_of=_namespace_of,
-    namespace_of_key=_namespace_of_key,
+    namespace_of=namespace_of,
+    namespace_of_key=namespace_of_key,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,

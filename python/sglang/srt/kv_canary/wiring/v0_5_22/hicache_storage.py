@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...plan.anchor import anchor_of
 from ...plan.host_chain import chain_of_tokens
+from ..anchors import anchor_of_prefix
 from ..guard import attempt_aside
 from ..hicache import HYBRID_CONTROLLER
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
-from ..releases import release
 from ..v0_5_17.hicache import TREE
 
 __all__ = ["HOOKS"]
@@ -40,8 +39,8 @@ def _around_prefetch(
 
 def _begin(controller: Any, handle: Any, key: Any, tokens: Sequence[int] | None) -> None:
     if (store := store_of(controller)) is not None:
-        anchor = anchor_of(release().namespace_of_key(key))
-        store.begin(handle.rid, len(tokens or ()), chain_of_tokens(tokens or (), anchor))
+        chain = chain_of_tokens(tokens or (), anchor_of_prefix(key))
+        store.begin(handle.rid, len(tokens or ()), chain)
 
 
 def _note_made(controller: Any, handle: Any, made: Any) -> None:

@@ -16,13 +16,13 @@ import torch
 
 from sglang.srt.environ import envs
 
-from ...plan.anchor import anchor_of
 from ...reports.violation import Actor
 from ...runner.step_observer import Observed
 from ...states.ledger import Prefix
 from ..context import context
+from ..kept_slots import kept
 from ..releases import release
-from ..state_watch import Forward, StateWatch, kept, owner_of
+from ..state_watch import Forward, StateWatch, owner_of
 
 __all__ = ["SlotWatch"]
 
@@ -83,9 +83,6 @@ class SlotWatch(StateWatch):
         allocator.alloc_group_end = functools.partial(self._end_group, allocator.alloc_group_end)
         self.wrap(self._rows.mamba_pool, "copy_from", self._after_copy)
         self.wrap(self._rows, "copy_mamba_state", self._after_loads)
-
-    def anchor_of_prefix(self, key: Any) -> int:
-        return anchor_of(release().namespace_of_key(key))
 
     def last_snapshot(self, request: Any) -> int | None:
         return request.kv.mamba_last_track_seqlen
