@@ -244,6 +244,23 @@ def test_fingerprints_of_a_list(mode: ContentMode):
     assert torch.equal(nothing, reference.content_fingerprint((), slots, mode))
 
 
+@MODES
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+def test_fingerprints_of_pieces(pieces: int, mode: ContentMode):
+    """A number stands for `pieces` slots. Both backends say what they say of these slots, listed one by one."""
+    group = make_group(SLOTS, content=LAYOUTS["10 bytes, odd addresses"])
+    listed = torch.tensor([0, 7, 1, SLOTS // pieces - 1], device=kernel_device(), dtype=torch.int32)
+    singles = [slot * pieces + piece for slot in listed.tolist() for piece in range(pieces)]
+    slots = torch.tensor(singles, device=kernel_device())
+    expected = [-1, *reference.content_fingerprint(group.k_content, slots, mode).tolist(), -1]
+    for backend in (reference, triton_backend):
+        out = torch.full((len(singles) + 2,), -1, device=kernel_device())
+        backend.fingerprint_pieces(group.k_content, listed, pieces, mode, out, 1)
+        assert out.tolist() == expected
+        backend.fingerprint_pieces(group.k_content, listed[:0], pieces, mode, out, 1)
+        assert out.tolist() == expected
+
+
 def _move_bytes(group: CanaryBufferGroup, sources: torch.Tensor, targets: torch.Tensor) -> None:
     for half in group.halves:
         for source in group.content(half):

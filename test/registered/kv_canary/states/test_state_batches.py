@@ -147,6 +147,19 @@ def test_forwards_share_a_copy(waiting: Any) -> None:
     assert acted == [*([step] for step in range(journal.COPY_EVERY - 1)), [77]]
 
 
+def test_numbers_of_several_types_share_a_copy(waiting: Any) -> None:
+    """Each event has its own, in its order: SGLang's tables have other types than its lists of free slots."""
+    kept, acted, manager = waiting
+    long, short = torch.tensor([2**40, -1]), torch.tensor([[5], [6]], dtype=torch.int32)
+    kept.note(lambda *numbers: acted.append(list(numbers)), short, long, None)
+    kept.note_arrays(lambda array: acted.append((array.dtype, array.tolist())), short[1])
+    kept.note(lambda: acted.append("nothing"))
+    kept.note(acted.append, long[:1])
+    kept.is_urgent = True
+    kept.after_forwards(manager)
+    assert acted == [[[5, 6], [2**40, -1], []], (np.int32, [6]), "nothing", [2**40]]
+
+
 @pytest.mark.parametrize("is_urgent", [False, True])
 def test_what_is_urgent_does_not_wait(waiting: Any, is_urgent: bool) -> None:
     kept, acted, manager = waiting

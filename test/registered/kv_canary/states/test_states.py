@@ -303,7 +303,7 @@ def test_fingerprints_see_each_layer_piece_and_byte() -> None:
 
     def fingerprints() -> list[int]:
         prints = content.fingerprint(torch.tensor([1, 3], dtype=torch.int32))
-        return prints.fold([tensor.numpy() for tensor in prints.tensors])
+        return prints.fold(prints.pieces.numpy())
 
     before = fingerprints()
     for buffer, index in ((conv, (0, 3, 2, 3)), (temporal, (1, 3, 16383)), (temporal, (0, 3, 0))):
@@ -403,8 +403,7 @@ def test_a_slot_that_is_zeroed_before_the_sweep_has_read_it() -> None:
 
         def queued(slots: torch.Tensor, late: list = late, read: Any = read) -> StatePrints:
             prints = read(slots)
-            for tensor in prints.tensors:
-                tensor.zero_()
+            prints.pieces.zero_()
             late.append((slots, prints))
             return prints
 
@@ -415,8 +414,7 @@ def test_a_slot_that_is_zeroed_before_the_sweep_has_read_it() -> None:
             rig.tree.evict_mamba(1)
         damage(rig, slot)
         for slots, prints in late:
-            for tensor, now in zip(prints.tensors, read(slots).tensors, strict=True):
-                tensor.copy_(now)
+            prints.pieces.copy_(read(slots).pieces)
         assert rig.settle()[:1] == ([] if evicts else ["CONTENT"])
 
 

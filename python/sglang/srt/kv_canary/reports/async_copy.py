@@ -24,6 +24,10 @@ class SideStream:
         self._stream = stream
         self._before, self.done = torch.cuda.Event(), torch.cuda.Event()
 
+    @property
+    def device_index(self) -> int:
+        return self._stream.device_index
+
     def copy(
         self,
         tensors: tuple[torch.Tensor, ...],

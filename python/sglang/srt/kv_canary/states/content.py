@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -24,7 +24,6 @@ class _Part:
 
     sources: tuple[ContentSource, ...]
     pieces: int
-    numbers: torch.Tensor  # int64[pieces]: 0, 1, ...
     keys: np.ndarray  # int64[pieces], odd
 
 
@@ -35,16 +34,20 @@ class StatePrints:
     What is left would take it ten operations, each of which costs the host as much as a launch.
     """
 
-    tensors: tuple[torch.Tensor, ...]  # of each part, int64[n * pieces]
+    pieces: (
+        torch.Tensor
+    )  # int64, one part after the other: of its first state all pieces, of its second one, ...
     parts: tuple[_Part, ...]
+    states: int
 
-    def fold(self, pieces: Sequence[np.ndarray]) -> list[int]:
-        """The fingerprints, int64[n]. `pieces`: `tensors` on the host."""
-        sums = [
-            (prints.reshape(-1, part.pieces) * part.keys).sum(axis=1)
-            for prints, part in zip(pieces, self.parts, strict=True)
-        ]
-        return np.sum(sums, axis=0).tolist() if sums else []
+    def fold(self, pieces: np.ndarray) -> list[int]:
+        """The fingerprints, int64[n]. `pieces`: those on the host."""
+        total, first = np.zeros(self.states, dtype=np.int64), 0
+        for part in self.parts:
+            end = first + self.states * part.pieces
+            total += (pieces[first:end].reshape(-1, part.pieces) * part.keys).sum(axis=1)
+            first = end
+        return total.tolist()
 
 
 class StateContent:
@@ -69,6 +72,7 @@ class StateContent:
         self._parts = tuple(
             _part_of(sources, index) for index, sources in enumerate(by_length.values())
         )
+        self._pieces = sum(part.pieces for part in self._parts)  # of a state
         self.bytes_per_state = sum(
             source.row_bytes for sources in by_length.values() for source in sources
         )
@@ -80,11 +84,15 @@ class StateContent:
 
     def fingerprint(self, slots: torch.Tensor) -> StatePrints:
         """Of the states in `slots` int[n], as their bytes are now, on the current stream."""
-        column, prints = slots.view(-1, 1), []
+        states, first = slots.numel(), 0
+        size = states * self._pieces
+        pieces = torch.empty(size, dtype=torch.int64, device=slots.device)
         for part in self._parts:
-            places = torch.add(part.numbers, column, alpha=part.pieces).view(-1)
-            prints.append(self._backend.content_fingerprint(part.sources, places, self._mode))
-        return StatePrints(tuple(prints), self._parts)
+            self._backend.fingerprint_pieces(
+                part.sources, slots, part.pieces, self._mode, pieces, first
+            )
+            first += states * part.pieces
+        return StatePrints(pieces, self._parts, states)
 
     @property
     def of_zeros(self) -> int | None:
@@ -103,9 +111,7 @@ def _part_of(sources: list[ContentSource], index: int) -> _Part:
         record.to_signed64(record.mix64(_SALT + (index << 20) + piece) | 1)
         for piece in range(pieces)
     ]
-    device = sources[0].data.device
     cut = tuple(
         ContentSource(s.data, pieces, s.page_stride, length, length, s.offset) for s in sources
     )
-    numbers = torch.arange(pieces, dtype=torch.int64, device=device)
-    return _Part(cut, pieces, numbers, np.array(keys, dtype=np.int64))
+    return _Part(cut, pieces, np.array(keys, dtype=np.int64))

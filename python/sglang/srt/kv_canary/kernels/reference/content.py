@@ -87,6 +87,22 @@ def content_fingerprint(
     return total * has_bytes(sources, slots)
 
 
+def fingerprint_pieces(
+    sources: tuple[ContentSource, ...],
+    slots: torch.Tensor,
+    pieces: int,
+    mode: ContentMode,
+    out: torch.Tensor,
+    first: int = 0,
+) -> None:
+    """The fingerprints of `pieces` slots for each of `slots` int[n] go to `out` int64, from `first` on, n * pieces.
+
+    Number s of `slots` stands for the slots from s * pieces on. `sources` has one at least.
+    """
+    places = (slots.view(-1, 1) * pieces + torch.arange(pieces, device=slots.device)).view(-1)
+    out[first : first + len(places)] = content_fingerprint(sources, places.long(), mode)
+
+
 def content_of_records(
     sources: tuple[ContentSource, ...], slots: Words, mode: ContentMode, words: Words
 ) -> Words:

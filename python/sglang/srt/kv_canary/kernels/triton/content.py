@@ -378,21 +378,40 @@ def content_fingerprint(
 
     Mode `partial` samples by the slots' own numbers. Those of records are sampled by position, see `renew_content`.
     """
-    out = torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
-    if not sources or slots.numel() == 0:
-        return out
+    if not sources:
+        return torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
+    out = torch.empty(slots.shape, dtype=torch.int64, device=slots.device)
+    fingerprint_pieces(sources, slots, 1, mode, out)
+    return out
+
+
+def fingerprint_pieces(
+    sources: tuple[ContentSource, ...],
+    slots: torch.Tensor,
+    pieces: int,
+    mode: ContentMode,
+    out: torch.Tensor,
+    first: int = 0,
+) -> None:
+    """The fingerprints of `pieces` slots for each of `slots` int[n] go to `out` int64, from `first` on, n * pieces.
+
+    Number s of `slots` stands for the slots from s * pieces on. `sources` has one at least.
+    """
+    size = slots.numel() * pieces
+    if size == 0:
+        return
     launch = _launch_of((sources,))
     fixed, slots_each = launch.prints(mode)
-    size = slots.numel()
     arguments = {
-        "slot_list": dense(slots),
+        "slot_list": slots if slots.is_contiguous() else dense(slots),
         "out": out,
         **launch.page_arguments,
+        "first": first,
         "list_size": size,
+        "pieces": pieces,
     }
     grid = grid_of(-(-size // slots_each), slots.device, PROGRAMS_PER_SM)
     _launch_fingerprints(grid, NUM_WARPS, arguments, fixed)
-    return out
 
 
 def renew_content(

@@ -415,7 +415,7 @@ def content_list_kernel(
 
 
 @jit(
-    do_not_specialize=["list_size", "sources", "page_limit"],
+    do_not_specialize=["first", "list_size", "pieces", "sources", "page_limit"],
     do_not_specialize_on_alignment=["slot_list"],
 )
 def fingerprint_kernel(
@@ -423,7 +423,9 @@ def fingerprint_kernel(
     out,
     table,
     page_table,
+    first,
     list_size,
+    pieces,
     sources,
     page_limit,
     PAGE_SIZE: tl.constexpr,
@@ -436,12 +438,17 @@ def fingerprint_kernel(
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Fingerprints of listed slots, by whose numbers mode `partial` samples. 0 where a slot's page is unbound."""
+    """Fingerprints of the `pieces` slots that each listed number stands for go to `out` from `first` on.
+
+    `list_size` counts pieces. Mode `partial` samples by their numbers. 0 where a slot's page is unbound.
+    """
     items = (list_size + (SLOTS - 1)) // SLOTS
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         at = item * SLOTS + tl.arange(0, SLOTS)
         inside = at < list_size
-        slots = tl.load(slot_list + at, mask=inside, other=0).to(tl.int64)
+        listed = at // pieces
+        slots = tl.load(slot_list + listed, mask=inside, other=0).to(tl.int64) * pieces
+        slots += at - listed * pieces
         places, usable = locate(Pages(page_table, page_limit), slots, inside, PAGE_SIZE)
         now = fingerprint(
             Sources(table, sources),
@@ -452,7 +459,7 @@ def fingerprint_kernel(
         )
         if page_table is not None:
             now = tl.where(usable, now, 0)
-        tl.store(out + at, now, mask=inside)
+        tl.store(out + first + at, now, mask=inside)
 
 
 @jit(
