@@ -19,6 +19,7 @@ from ..config import CanaryMode, ContentMode
 from ..cuda_streams import keep_until_read
 from ..plan.anchor import anchor_of
 from ..pool_patcher.errors import UnsupportedPoolError
+from ..reports.flight_recorder import RequestName
 from ..reports.violation import Actor
 from ..runner.step_observer import Observed, StepObserver
 from ..states.content import StateContent, StatePrints
@@ -89,9 +90,10 @@ class StateWatch(StepObserver):
         """
         return [], None
 
-    def may_track(self, forward_batch: Any) -> bool:
-        """Whether the forward may take a snapshot, as far as the host knows. Which ones it takes the device says."""
-        return True
+    @property
+    def track_interval(self) -> int:
+        """A decode takes a snapshot of requests that have a multiple of this many tokens after it."""
+        raise NotImplementedError
 
     def note_match(self, result: Any, params: Any) -> None:
         """The prefix cache has answered a request."""
@@ -261,36 +263,57 @@ class StateWatch(StepObserver):
             self._attempt(self._note_forward, forward_batch, requests)
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
-        forward = self._forward_of(forward_batch, requests)
-        self._note_uses(forward, forward_batch, self._slots_of(forward_batch))
+        if forward_batch.forward_mode.is_extend():
+            forward = self._prefill_of(forward_batch, requests)
+            self._note_uses(forward, forward_batch, self._slots_of(forward_batch))
+        else:
+            self._note_decodes(forward_batch, requests)
 
     def _slots_of(self, forward_batch: Any) -> torch.Tensor:
         """int[n], a tensor of its own: SGLang looks the rows up in a table."""
         return self._rows.get_mamba_indices(forward_batch.req_pool_indices)
 
+    def _note_decodes(self, forward_batch: Any, requests: list[Any]) -> None:
+        lengths = forward_batch.seq_lens_cpu.numpy()
+        forward = self._forward_of(forward_batch, requests, lengths - 1)
+        numbers, takes = [self._slots_of(forward_batch)], []
+        snapshots = forward_batch.mamba_track_indices
+        if snapshots is not None:
+            takes = np.flatnonzero(lengths % self.track_interval == 0).tolist()
+            if takes:
+                numbers.append(kept(snapshots))
+        self.journal.note_arrays(functools.partial(self._decoded, forward, takes), *numbers)
+
     def _note_uses(self, forward: Forward, forward_batch: Any, slots: torch.Tensor) -> None:
+        """Of a prefill."""
         fresh, prints = self.fresh_copies(forward.requests, slots)
         numbers = [slots, prints] if fresh else [slots]
         mask = forward_batch.mamba_track_mask
-        tracks = mask is not None and self.may_track(forward_batch)
-        if tracks:
+        if mask is not None:
             numbers.append(torch.where(mask, forward_batch.mamba_track_indices, _NO_SNAPSHOT))
-        self.journal.note(functools.partial(self._used, forward, fresh, tracks), *numbers)
+        used = functools.partial(self._used, forward, fresh, mask is not None)
+        self.journal.note(used, *numbers)
 
-    def _forward_of(self, forward_batch: Any, requests: list[Any]) -> Forward:
+    def _prefill_of(self, forward_batch: Any, requests: list[Any]) -> Forward:
         befores, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        tokens, snapshots, anchors, owners = None, None, None, None
-        row_of = release().row_of
-        if forward_batch.forward_mode.is_extend():
-            pairs = list(zip(requests, befores, lengths, strict=True))
-            tokens = [_tokens_of(request, before, before + n) for request, before, n in pairs]
-            snapshots = [self.last_snapshot(request) or 0 for request in requests]
+        pairs = list(zip(requests, befores, lengths, strict=True))
+        prefill = Prefill(
+            lengths,
+            [_tokens_of(request, before, before + n) for request, before, n in pairs],
+            [self.last_snapshot(request) or 0 for request in requests],
             # Now: a request that is retracted may get another namespace
-            anchors = [anchor_of(release().namespace_of(request)) for request in requests]
-            owners = [owner_of(request) for request in requests]
-        else:
-            befores = forward_batch.seq_lens_cpu.numpy() - 1
-            lengths = [1] * len(befores)
+            [anchor_of(release().namespace_of(request)) for request in requests],
+            [owner_of(request) for request in requests],
+        )
+        return self._forward_of(forward_batch, requests, befores, prefill)
+
+    def _forward_of(
+        self,
+        forward_batch: Any,
+        requests: list[Any],
+        befores: Sequence[int] | np.ndarray,
+        prefill: Prefill | None = None,
+    ) -> Forward:
         if len(requests) != len(befores):
             raise ValueError(
                 f"expected the {len(requests)} requests of the step in its forward, got {len(befores)}"
@@ -300,14 +323,21 @@ class StateWatch(StepObserver):
             context.recorder.step_count,
             forward_batch.forward_mode.name,
             requests,
-            [row_of(request) or 0 for request in requests],
+            context.names.of(requests),
             befores,
-            lengths,
-            tokens,
-            snapshots,
-            anchors,
-            owners,
+            prefill,
         )
+
+    def _decoded(
+        self, forward: Forward, takes: list[int], slots: np.ndarray, *snapshots: np.ndarray
+    ) -> None:
+        """`takes`: indices of requests of which it takes snapshots. `slots`, `snapshots`: int[n] of all."""
+        ledger = self.ledger
+        for i in ledger.go_on(slots, forward.requests, forward.befores):
+            ledger.used(int(slots[i]), forward.use(i))
+        for i in takes:
+            track = Track(forward.use(i), int(forward.befores[i]) + 1)
+            ledger.tracked(int(snapshots[0][i]), int(slots[i]), track)
 
     def _used(
         self,
@@ -319,14 +349,23 @@ class StateWatch(StepObserver):
     ) -> None:
         """`more`: fingerprints of `fresh`, if there are any. Slots of snapshots, if it `tracks`."""
         contents = dict(zip(fresh, more[0], strict=True)) if fresh else {}
-        left: Sequence[int] = range(len(slots))
-        if forward.tokens is None and not fresh:
-            left = self.ledger.go_on(slots, forward.requests, forward.befores)
-        for i in left:
-            self.ledger.used(slots[i], forward.use(i), contents.get(i))
+        for i, slot in enumerate(slots):
+            self.ledger.used(slot, forward.use(i), contents.get(i))
         for i, slot in enumerate(more[-1] if tracks else ()):
             if slot != _NO_SNAPSHOT:
-                self.ledger.tracked(slot, slots[i], Track(forward.use(i), forward.snapshot(i)))
+                track = Track(forward.use(i), forward.prefill.snapshots[i])
+                self.ledger.tracked(slot, slots[i], track)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What the host knew of a prefill when it was launched. Lists have an element for each request."""
+
+    lengths: list[int]  # of its tokens
+    tokens: list[Sequence[int]]  # new ones
+    snapshots: list[int]  # tokens that a snapshot has absorbed
+    anchors: list[int]  # of the requests' chains
+    owners: list[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,31 +376,25 @@ class Forward:
     step: int
     mode: str
     requests: list[Any]
-    rows: list[int]
+    names: Sequence[RequestName]
     befores: Sequence[int] | np.ndarray  # int64[n] of a decode
-    lengths: list[int]
-    tokens: list[Sequence[int]] | None  # new tokens; None: a decode
-    snapshots: list[int] | None  # tokens that a snapshot has absorbed; None: all
-    anchors: list[int] | None  # of the requests' chains; None: a decode, which begins none
-    owners: list[object] | None  # None: a decode, whose requests stay what they are
+    prefill: Prefill | None  # None: a decode of one token each
 
     def use(self, i: int) -> Use:
-        request, before, length = self.requests[i], int(self.befores[i]), int(self.lengths[i])
-        tokens = None if self.tokens is None else self.tokens[i]
-        if tokens is not None and len(tokens) < length:  # a decode in a mixed batch
-            tokens = None
+        before, prefill = int(self.befores[i]), self.prefill
+        row, rid = self.names[i]
+        reader = Actor(self.number, row or 0, self.mode, rid, self.step)
+        if prefill is None:  # its requests stay what they are, and it begins no chain
+            return Use(owner_of(self.requests[i]), reader, before, before + 1, None, 0)
+        length, tokens = int(prefill.lengths[i]), prefill.tokens[i]
         return Use(
-            owner_of(request) if self.owners is None else self.owners[i],
-            Actor(self.number, self.rows[i], self.mode, request.rid, self.step),
+            prefill.owners[i],
+            reader,
             before,
             before + length,
-            tokens,
-            0 if self.anchors is None else self.anchors[i],
+            None if len(tokens) < length else tokens,  # a decode in a mixed batch has none
+            prefill.anchors[i],
         )
-
-    def snapshot(self, i: int) -> int:
-        """Prefills say how far it reaches. Decodes take it of the whole state."""
-        return int(self.befores[i]) + 1 if self.snapshots is None else self.snapshots[i]
 
 
 def _content_of(manager: CanaryManager, pool: Any, num_slots: int) -> StateContent | None:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.environ import envs
 
 from ...states.content import StatePrints
+from ..releases import release
 from ..state_watch import StateWatch, first, owner_of
 
 __all__ = ["PoolWatch"]
@@ -28,11 +29,16 @@ class PoolWatch(StateWatch):
         # Requests that no forward has run since they took a copy of a cached state. The copy is compared on the forward
         # stream: until then a queued forward of the slot's last owner may write to it.
         self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._interval = release().server_args().mamba_track_interval
         pool = self._rows.mamba_pool
         self.wrap(pool, "alloc", self.note_alloc)
         self.wrap(pool, "free", self.note_free, before=True)
         self.wrap(pool, "clear", self.note_clear)
         self.wrap(pool, "copy_from", self.note_copy)
+
+    @property
+    def track_interval(self) -> int:
+        return self._interval
 
     def last_snapshot(self, request: Any) -> int | None:
         return request.mamba_last_track_seqlen

@@ -16,6 +16,7 @@ import torch
 
 from sglang.srt.environ import envs
 
+from ...cuda_streams import OnStream, record
 from ...reports.violation import Actor
 from ...runner.step_observer import Observed
 from ...states.ledger import Prefix
@@ -67,14 +68,12 @@ class SlotWatch(StateWatch):
         }
 
     def follow_slots(self) -> None:
-        from sglang.srt.runtime_context import mamba_cache_chunk_size
-
         self._hits: weakref.WeakKeyDictionary[Any, _Hit] = weakref.WeakKeyDictionary()
         # Of the running forward: sources of its copies, and what notes it once they are made
         self._sources: torch.Tensor | None = None
         self._loads: _Loads | None = None
         self._gives_back = False  # a group ends: what is freed was handed out to nobody
-        self._chunk = mamba_cache_chunk_size()  # tokens
+        self._cached: torch.cuda.Event | None = None  # what has been queued when a state is cached
         self._overlaps = not release().server_args().disable_overlap_schedule
         allocator = self._rows.mamba_allocator
         self.wrap(allocator, "alloc", self.note_alloc)
@@ -94,16 +93,24 @@ class SlotWatch(StateWatch):
         if stream is None or not self._overlaps:
             yield
             return
-        cached_on = torch.cuda.current_stream()
-        with torch.cuda.stream(stream):
-            stream.wait_stream(cached_on)
+        temporal = self._rows.mamba_pool.mamba_cache.temporal
+        if self._cached is None:
+            self._cached = torch.cuda.Event()
+        record(self._cached, temporal)
+        with OnStream(stream):
+            stream.wait_event(self._cached)
             yield
-            self.journal.note_stream(self._rows.mamba_pool.mamba_cache.temporal)
+            self.journal.note_stream(temporal)
 
-    def may_track(self, forward_batch: Any) -> bool:
-        """Decodes take one where a request has a multiple of the chunk's tokens: its interval is one, too."""
-        decodes = forward_batch.forward_mode.is_decode()
-        return not decodes or not (forward_batch.seq_lens_cpu.numpy() % self._chunk).all()
+    @property
+    def track_interval(self) -> int:
+        return self._interval
+
+    def attach_radix_cache(self, tree_cache: Any) -> None:
+        from sglang.srt.runtime_context import mamba_track_grid
+
+        super().attach_radix_cache(tree_cache)
+        self._interval = mamba_track_grid(tree_cache.page_size)
 
     @property
     def _reads_all(self) -> bool:
@@ -143,7 +150,7 @@ class SlotWatch(StateWatch):
         if self._sources is None or not len(self._sources):
             super()._note_forward(forward_batch, requests)
             return
-        forward = self._forward_of(forward_batch, requests)
+        forward = self._prefill_of(forward_batch, requests)
         hits = [self._hits.pop(request, None) for request in requests]
         slots = self._slots_of(forward_batch)
         self._loads = _Loads(forward, forward_batch, slots, hits)
