@@ -19,6 +19,7 @@ from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import PREV_UNREACHABLE
 from sglang_kv_canary.sweep import radix_cache_walker
+from sglang_kv_canary.sweep.chunk import Gatherer
 from sglang_kv_canary.sweep.radix_cache_walker import (
     RadixCacheWalker,
     UnsupportedRadixCacheError,
@@ -420,11 +421,11 @@ def test_a_chain_of_nodes_leaves_one_frame():
 
 
 def test_the_estimate_of_the_gather_time_rises_fast_and_falls_slowly():
-    walker = RadixCacheWalker(make_tree("radix").cache, False, False)
-    walker._gather_ns, estimates = 1000, []
+    gatherer, estimates = Gatherer(torch.device("cpu")), []
+    gatherer.ns_per_node = 1000
     for measured in (5000, 5000, 1500, 0, -(10**6)):
-        walker._learn_gather_time(measured)
-        estimates.append(walker._gather_ns)
+        gatherer._learn_gather_time(measured)
+        estimates.append(gatherer.ns_per_node)
     assert estimates == [2000, 4000, 3687, 3226, 1]
 
 

@@ -8,12 +8,8 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE
-from sglang_kv_canary.sweep.radix_cache_walker import (
-    RadixCacheWalker,
-    RadixCacheWalkResult,
-    UnsupportedRadixCacheError,
-    WalkSegment,
-)
+from sglang_kv_canary.sweep.chunk import RadixCacheWalkResult, WalkSegment
+from sglang_kv_canary.sweep.radix_cache_walker import RadixCacheWalker, UnsupportedRadixCacheError
 from sglang_kv_canary.sweep.sweep_plan_builder import (
     build_strided_sweep_plan,
     build_verify_plan_radix_sweep,

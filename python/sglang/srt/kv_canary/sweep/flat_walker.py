@@ -1,4 +1,4 @@
-"""One pass over a prefix cache whose tree lists its own slots: SGLang's unified tree in Rust, default from 0.5.21 on.
+"""One pass over a prefix cache whose tree lists its own slots: SGLang's unified tree in Rust on 0.5.21.
 
 The tree gives all slots at once, and may change before the next step. So a pass is one chunk, whose listing takes the
 longer the larger the tree is. `StagedList` verifies it in parts. Nodes and namespaces are not told, so the first slot
@@ -13,14 +13,8 @@ from typing import Any
 import torch
 
 from ..record import PREV_ANCHOR, PREV_UNREACHABLE
-from .radix_cache_walker import (
-    NamespaceOf,
-    RadixCacheWalkResult,
-    WalkSegment,
-    device_of,
-    refuse_pages_not_of,
-    unwrap,
-)
+from .chunk import RadixCacheWalkResult, WalkSegment
+from .radix_cache_walker import NamespaceOf, device_of, refuse_pages_not_of, unwrap
 
 __all__ = ["FlatWalker"]
 

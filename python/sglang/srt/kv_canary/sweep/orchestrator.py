@@ -52,7 +52,8 @@ from ..pool_kind import PoolKind, Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
-from .radix_cache_walker import ONE_FIELD, NamespaceOf, RadixCacheWalkResult
+from .chunk import RadixCacheWalkResult
+from .radix_cache_walker import ONE_FIELD, NamespaceOf
 from .report import PassDone, SweepReporter
 from .staged_list import Plans, StagedList, warm_up_staged_list
 from .sweep_plan_builder import (

@@ -1,27 +1,22 @@
 """Lists the slots that the prefix cache holds, with positions and predecessors, for the sweep.
 
 The tree belongs to the scheduler thread and changes between two steps. So a pass is a depth-first walk that remembers
-keys, not nodes. Each chunk looks up its nodes in the current tree, and reads their slots immediately. The slots stay on
-the device: a chunk is one `torch.cat` of the nodes' own tensors, never a copy to the host.
+keys, not nodes. Each chunk looks up its nodes in the current tree, and reads their slots immediately.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..cuda_streams import record
 from ..errors import CanaryStartupError
 from ..record import PREV_ANCHOR, PREV_UNREACHABLE
+from .chunk import Chunk, Gatherer, RadixCacheWalkResult, WalkedNode, cut, refuse_limits
 from .out_of_cache import is_out_of_cache
 
 if TYPE_CHECKING:
@@ -30,61 +25,20 @@ if TYPE_CHECKING:
 __all__ = [
     "ONE_FIELD",
     "NamespaceOf",
-    "RadixCacheWalkResult",
     "RadixCacheWalker",
     "UnsupportedRadixCacheError",
-    "WalkSegment",
 ]
 
 # The namespace in a key of the tree. Most releases have LoRA id and cache salt in one field.
 NamespaceOf = Callable[[Any], str | None]
 ONE_FIELD: NamespaceOf = attrgetter("extra_key")
 
-# Initial host time for gathering a chunk, until the walk has measured it: fixed, and per node.
-_GATHER_NS = 100_000
-_GATHER_NS_PER_NODE = 2_000
 # Children listed at once, at most about 0.2 ms. Only a prefix cache with a huge fan-out has more.
 _KEYS_PER_SLICE = 8_192
 
 
 class UnsupportedRadixCacheError(CanaryStartupError):
     """A prefix cache whose slots the sweep cannot list."""
-
-
-class WalkSegment(NamedTuple):
-    """Slots of one node that lie side by side in a chunk."""
-
-    start: int  # index of the first of them in the chunk's tensors
-    length: int  # slots
-    position: int  # position of the first of them
-    extra_key: str | None  # the prefix's namespace (LoRA id, cache salt), see `NamespaceOf`
-    node: int | None = None  # number of the node; None: not known
-    locks: int | None = None  # requests that use the node
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RadixCacheWalkResult:
-    """One chunk of a walk: n slots of the FULL slot space, on the tree's device.
-
-    `prev_slot_indices` holds the predecessor slot, or PREV_ANCHOR at position 0. It holds PREV_UNREACHABLE if the
-    predecessor has no slot in the swept slot space (it is an SWA tombstone), or if a chain may start from another
-    anchor than that of its node's key.
-    """
-
-    slot_indices: torch.Tensor  # int64[n]
-    positions: torch.Tensor  # int64[n]
-    prev_slot_indices: torch.Tensor  # int64[n]
-    segments: tuple[WalkSegment, ...]  # in order, without gaps
-
-    @classmethod
-    def empty(cls, device: torch.device) -> RadixCacheWalkResult:
-        """A chunk with n = 0."""
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        return cls(none, none, none, ())
-
-    @property
-    def num_slots(self) -> int:
-        return self.slot_indices.shape[0]
 
 
 class RadixCacheWalker:
@@ -119,10 +73,7 @@ class RadixCacheWalker:
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
         self.device = device_of(self._cache)
-        # PREV_ANCHOR, PREV_UNREACHABLE. torch.tensor would copy from the host and wait for the copy.
-        self._special = torch.arange(PREV_ANCHOR, PREV_UNREACHABLE - 1, -1, device=self.device)
-        self._sources = _SourceKeeper(self.device)
-        self._gather_ns = _GATHER_NS_PER_NODE
+        self._gatherer = Gatherer(self.device)
         self._chunks = 0
         self._root = self._cache.root_node if self._view else None
         self._frames = [_Frame(self._root, 0, 0, None, 0)] if self._view else []
@@ -136,17 +87,14 @@ class RadixCacheWalker:
         one node). A chunk may be empty before the end of the pass. None means no limit. Raises ValueError for limits
         that are not positive.
         """
-        if (max_slots is not None and max_slots < 1) or (max_us is not None and max_us <= 0):
-            raise ValueError(
-                f"expected positive max_slots and max_us or None, got {max_slots}, {max_us}"
-            )
+        refuse_limits(max_slots, max_us)
         self._forget_what_moved()
         if not self._frames:
             return None
         self._chunks += 1
-        chunk = _Chunk(self._chunks, max_slots, max_us, self._namespace_of)
+        chunk = Chunk(self._chunks, max_slots, max_us)
         self._fill(chunk)
-        return self._gather(chunk)
+        return self._gatherer.gather(chunk)
 
     def refuse_pages_not_of(self, stride: int) -> None:
         """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
@@ -167,7 +115,7 @@ class RadixCacheWalker:
             moved = (i for i, f in enumerate(self._frames) if ends.get(f.node) != f.end)
             del self._frames[next(moved, len(self._frames)) :]
 
-    def _fill(self, chunk: _Chunk) -> None:
+    def _fill(self, chunk: Chunk) -> None:
         """Depth first, parents before children. The tree does not change during this call."""
         while self._frames:
             frame = self._frames[-1]
@@ -186,18 +134,19 @@ class RadixCacheWalker:
                     self._leave(frame)
                 else:
                     self._visit(chunk, frame, node, value)
-            if chunk.is_over(self._gather_ns):
+            if self._gatherer.is_over(chunk):
                 return
 
-    def _visit(self, chunk: _Chunk, frame: _Frame, node: Any, value: torch.Tensor) -> None:
+    def _visit(self, chunk: Chunk, frame: _Frame, node: Any, value: torch.Tensor) -> None:
         """Takes a node's slots, as many as the chunk has room for. Descends once all are taken."""
         end, tail = frame.end + value.numel(), None
         first = max(frame.end, frame.resume)
         if first < end and self._is_wanted(node):
             stop = min(end, first + chunk.room)
             prev = self._prev_of(chunk, frame, value, first)
-            piece = _cut(value, first - frame.end, stop - frame.end)
-            chunk.add(node, self._view.lock(node), piece, first, prev)
+            piece = cut(value, first - frame.end, stop - frame.end)
+            walked = WalkedNode(self._namespace_of(node.key), node.id, self._view.lock(node))
+            chunk.add(walked, piece, first, prev)
             if stop < end:
                 frame.resume = stop
                 return
@@ -219,8 +168,8 @@ class RadixCacheWalker:
             return False
         return self._tombstone is None or not self._tombstone(node)
 
-    def _prev_of(self, chunk: _Chunk, frame: _Frame, value: torch.Tensor, first: int) -> int:
-        """Reference (see _Chunk) to the predecessor of position `first` of the frame's current node."""
+    def _prev_of(self, chunk: Chunk, frame: _Frame, value: torch.Tensor, first: int) -> int:
+        """Reference (see Chunk) to the predecessor of position `first` of the frame's current node."""
         if first > frame.end:
             offset = first - frame.end
             return chunk.add_outside(value[offset - 1 : offset])
@@ -231,85 +180,11 @@ class RadixCacheWalker:
             frame.tail_chunk = chunk.serial
         return frame.tail
 
-    def _outside_tail(self, chunk: _Chunk, parent: Any) -> int:
+    def _outside_tail(self, chunk: Chunk, parent: Any) -> int:
         value = self._view.value(parent)
         if value is None or (self._tombstone is not None and self._tombstone(parent)):
             return PREV_UNREACHABLE
         return chunk.add_outside(value[-1:])
-
-    def _gather(self, chunk: _Chunk) -> RadixCacheWalkResult:
-        """The chunk's tensors. Does not wait for the device or copy from it."""
-        if not chunk.pieces:
-            return self.empty_result()
-        started, n = time.perf_counter_ns(), chunk.num_slots
-        table = torch.cat([*chunk.pieces, self._special, *chunk.outside])
-        self._sources.keep(chunk.pieces + chunk.outside)
-        columns = copy_to_device(chunk.columns, self.device).view(-1, 4).t().contiguous()
-        starts, lengths, positions, prevs = columns.unbind()
-        shifts = torch.repeat_interleave(positions - starts, lengths, output_size=n)
-        prev_slots = table[:n].roll(1)
-        prevs = torch.where(prevs < 0, n - 1 - prevs, prevs)
-        prev_slots.index_copy_(0, starts, table.index_select(0, prevs))
-        result = RadixCacheWalkResult(
-            slot_indices=table[:n],
-            positions=torch.arange(n, device=self.device) + shifts,
-            prev_slot_indices=prev_slots,
-            segments=tuple(chunk.segments),
-        )
-        spent = time.perf_counter_ns() - started - _GATHER_NS
-        self._learn_gather_time(spent // len(chunk.segments))
-        return result
-
-    def _learn_gather_time(self, ns_per_node: int) -> None:
-        """Increase fast, decrease slowly, so that chunks keep their time limit. One outlier has little weight."""
-        ns_per_node = min(ns_per_node, 2 * self._gather_ns)
-        self._gather_ns = max(ns_per_node, (7 * self._gather_ns + ns_per_node) // 8, 1)
-
-
-class _Chunk:
-    """A chunk while it is collected.
-
-    A predecessor is a reference: i >= 0 is entry i of this chunk, -1 and -2 are PREV_ANCHOR and PREV_UNREACHABLE,
-    and -3 - k is the one slot in `outside[k]`.
-    """
-
-    def __init__(
-        self,
-        serial: int,
-        max_slots: int | None,
-        max_us: float | None,
-        namespace_of: NamespaceOf,
-    ) -> None:
-        self.serial = serial
-        self._namespace_of = namespace_of
-        self.room = sys.maxsize if max_slots is None else max_slots
-        self.num_slots = 0
-        self.pieces: list[torch.Tensor] = []
-        self.outside: list[torch.Tensor] = []
-        self.segments: list[WalkSegment] = []
-        self.columns = array("q")  # per segment: start, length, position, reference
-        budget = float("inf") if max_us is None else max_us * 1000 - _GATHER_NS
-        self._deadline = time.perf_counter_ns() + budget
-
-    def add(self, node: Any, locks: int, piece: torch.Tensor, position: int, prev: int) -> None:
-        start, length = self.num_slots, piece.numel()
-        self.pieces.append(piece)
-        self.columns.extend((start, length, position, prev))
-        self.segments.append(
-            WalkSegment(start, length, position, self._namespace_of(node.key), node.id, locks)
-        )
-        self.num_slots += length
-        self.room -= length
-
-    def add_outside(self, slot: torch.Tensor) -> int:
-        """Reference to `slot`, int64[1], which is not an entry of this chunk."""
-        self.outside.append(slot)
-        return -2 - len(self.outside)
-
-    def is_over(self, gather_ns: int) -> bool:
-        """Whether slots or time are used up. `gather_ns` is the gathering time per node."""
-        gather = gather_ns * len(self.segments)
-        return self.room == 0 or time.perf_counter_ns() + gather >= self._deadline
 
 
 class _Frame:
@@ -362,23 +237,6 @@ class _Frame:
             self._listing = None  # what came and went has moved the others, and some were missed
         elif expected == count:
             self.keys, self._listing, self._last = self._listed, None, None
-
-
-class _SourceKeeper:
-    """Keeps gathered tensors until the device has read them. The tree may free them on another stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._pending: deque[tuple[Any, list[torch.Tensor]]] = deque()
-
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        if not self._cuda:
-            return
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
-        event = torch.cuda.Event()
-        record(event, tensors[0])
-        self._pending.append((event, tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,14 +374,3 @@ def _ends_on_path(node: Any, root: Any) -> dict[Any, int]:
         end += node.value.numel()
         ends[node] = end
     return ends
-
-
-def _cut(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """`value[start:stop]`; slicing is slow, and most nodes are taken whole."""
-    return value if stop - start == value.numel() else value[start:stop]
-
-
-def copy_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64[len(values)] on `device`, of at least one value, through pinned memory, so the copy does not wait."""
-    host = torch.frombuffer(array("q", values), dtype=torch.int64)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -8,7 +8,8 @@ import torch
 
 from ..plan.plan_input import SweepVerifyPlan
 from ..record import PREV_UNREACHABLE
-from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult, copy_to_device
+from .chunk import RadixCacheWalkResult, copy_to_device
+from .radix_cache_walker import RadixCacheWalker
 
 _WARM_UP_POWERS = 16  # up to 32,768 words, the columns of a chunk of 8,192 nodes
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .chunk import RadixCacheWalkResult
 from .flat_walker import FlatWalker
-from .radix_cache_walker import (
-    ONE_FIELD,
-    NamespaceOf,
-    RadixCacheWalker,
-    RadixCacheWalkResult,
-    lists_at_once,
-)
+from .radix_cache_walker import ONE_FIELD, NamespaceOf, RadixCacheWalker, lists_at_once
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
