@@ -206,6 +206,7 @@ ON_NEWER_RELEASES = (
     "states/test_state_batches.py",
     "states/test_states_unified.py",
     "sweep/test_staged_list.py",
+    "sweep/test_core_walks.py",
     "sweep/test_walks_of_cores.py",
     "sweep/test_sweep.py",
     "wiring/test_after_layers.py",

@@ -10,7 +10,9 @@ from .monitors.metrics import build_metrics_exporter
 from .monitors.statistics import StatisticsReporter
 from .monitors.swa_divergence import SwaDivergenceReporter
 from .runner.step_observer import StepObserver
+from .sweep.cached_ends import CachedEnds
 from .sweep.orchestrator import SweepOrchestrator
+from .wiring.cached_ends import InsertWatch
 from .wiring.releases import release
 from .wiring.startup_check import AppliedHooks
 
@@ -28,8 +30,9 @@ def build_observers(
     observers: list[StepObserver] = []
     if config.sweep_interval and role == "target":
         namespace_of = release().namespace_of_key
-        sweep = SweepOrchestrator(config, groups, sink, namespace_of)
-        observers.append(sweep)
+        ends = CachedEnds()
+        sweep = SweepOrchestrator(config, groups, sink, namespace_of, ends)
+        observers += [InsertWatch(ends), sweep]
     if config.health_check_interval:
         health = HealthCheck(config, groups, sink, role, sweep, _lost_hooks(role))
         observers.append(health)

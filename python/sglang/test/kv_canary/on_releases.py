@@ -75,6 +75,8 @@ UNIFIED_TREE = not {"until_0_5_17.hicache", "v0_5_17.hicache", "v0_5_18.hicache"
 )
 # Its core in Rust lists all slots at once, without nodes or namespaces
 LISTS_AT_ONCE = UNIFIED_TREE and envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "rust"
+# That core says by which nodes a node is reached
+TELLS_PATHS = LISTS_AT_ONCE and is_from_0_5_22(release())
 from_0_5_22 = pytest.mark.skipif(
     not is_from_0_5_22(release()),
     reason="covered from 0.5.22 on; lifted by make test SGLANG=0.5.23",

@@ -52,6 +52,7 @@ from ..pool_kind import PoolKind, Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
+from .cached_ends import CachedEnds
 from .chunk import RadixCacheWalkResult
 from .radix_cache_walker import ONE_FIELD, NamespaceOf
 from .report import PassDone, SweepReporter
@@ -132,9 +133,10 @@ class SweepOrchestrator(StepObserver):
         groups: tuple[CanaryBufferGroup, ...],
         sink: EventSink,
         namespace_of: NamespaceOf = ONE_FIELD,
+        ends: CachedEnds | None = None,
     ) -> None:
         self._config = config
-        self._namespace_of = namespace_of
+        self._namespace_of, self._ends = namespace_of, ends
         self._sink = sink
         self._legs = legs_of(groups, config.content_mode)
         self._stride = max((g.stride for g in groups), default=1)
@@ -274,7 +276,7 @@ class SweepOrchestrator(StepObserver):
         with _listing_on(manager.schedule_stream):
             if current.walker is None:
                 current.walker = walker_of(
-                    self._tree, False, leg.swa_resident_only, self._namespace_of
+                    self._tree, False, leg.swa_resident_only, self._namespace_of, self._ends
                 )
             chunk = current.walker.next_chunk(
                 max_slots=allowed, max_us=self._config.sweep_budget_us

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .cached_ends import CachedEnds
 from .chunk import RadixCacheWalkResult
+from .core_walker import CoreWalker
 from .flat_walker import FlatWalker
 from .radix_cache_walker import ONE_FIELD, NamespaceOf, RadixCacheWalker, lists_at_once
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Walker", "walk_radix_cache_for_canary", "walker_of"]
 
-Walker = RadixCacheWalker | FlatWalker
+Walker = RadixCacheWalker | CoreWalker | FlatWalker
 
 
 def walker_of(
@@ -21,16 +23,28 @@ def walker_of(
     unlocked_only: bool = False,
     swa_resident_only: bool = False,
     namespace_of: NamespaceOf = ONE_FIELD,
+    ends: CachedEnds | None = None,
 ) -> Walker:
-    """A new pass over `radix_cache`. Raises UnsupportedRadixCacheError for a cache whose slots cannot be listed."""
-    walker = FlatWalker if lists_at_once(radix_cache) else RadixCacheWalker
-    return walker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
+    """A new pass over `radix_cache`. `ends`: where its prefixes end, if that is known.
+
+    Raises UnsupportedRadixCacheError for a cache whose slots cannot be listed.
+    """
+    if not lists_at_once(radix_cache):
+        return RadixCacheWalker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
+    if ends is not None and ends.is_told and not unlocked_only:
+        if not ends.is_short:
+            return CoreWalker(radix_cache, swa_resident_only, ends)
+        ends.is_short = False  # a list misses nothing
+    return FlatWalker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
 
 
 def walk_radix_cache_for_canary(
-    radix_cache: BasePrefixCache, unlocked_only: bool = False, swa_resident_only: bool = False
+    radix_cache: BasePrefixCache,
+    unlocked_only: bool = False,
+    swa_resident_only: bool = False,
+    ends: CachedEnds | None = None,
 ) -> RadixCacheWalkResult:
-    """All slots that `radix_cache` holds on the device. The arguments are those of RadixCacheWalker."""
-    walker = walker_of(radix_cache, unlocked_only, swa_resident_only)
+    """All slots that `radix_cache` holds on the device. The arguments are those of `walker_of`."""
+    walker = walker_of(radix_cache, unlocked_only, swa_resident_only, ends=ends)
     chunk = walker.next_chunk()
     return walker.empty_result() if chunk is None else chunk

@@ -1,0 +1,54 @@
+"""Where prefixes end in a prefix cache whose nodes can be looked up by number, and not listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["CachedEnds"]
+
+MOST_KNOWN = 1 << 17  # nodes; 10 to 15 MB
+MOST_UNKNOWN = 0.25  # of the slots that the cache holds
+
+
+class CachedEnds:
+    """Numbers of nodes, as inserts have told them, and how many slots the cache holds in nodes that none has told.
+
+    Each node lies on the way to one that an insert ended at. So a walk finds all of them, but those that a split made
+    above nodes that are evicted before a walk has come by.
+    """
+
+    def __init__(self) -> None:
+        self.is_told = False  # whether inserts of the cache are followed
+        self._known: dict[int, None] = {}  # oldest first
+        self._added = 0  # slots, since the begin of the last walk
+        self._held = 0  # slots, at that time
+        # The last walk has missed many slots: its cache is to be listed once
+        self.is_short = False
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note_insert(self, node: int, added: int) -> None:
+        """An insert has ended at `node`, and `added` slots are new in the cache."""
+        self._added += added
+        self.note_nodes((node,))
+
+    def note_nodes(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self._known[node] = None
+        while len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def forget(self, node: int) -> None:
+        """It has left the cache."""
+        self._known.pop(node, None)
+
+    def begin_walk(self, held: int) -> list[int]:
+        """The nodes to visit. `held`: slots that the cache holds now."""
+        self._held, self._added = held, 0
+        return list(self._known)
+
+    def end_walk(self, seen: int, held: int) -> None:
+        """A walk has seen `seen` slots, and the cache holds `held` now."""
+        evicted = max(0, self._held + self._added - held)  # some of them had not been visited
+        self.is_short = self._held - evicted - seen > MOST_UNKNOWN * self._held

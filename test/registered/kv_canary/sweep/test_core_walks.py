@@ -1,0 +1,209 @@
+"""Unified trees with SGLang's core in Rust: nodes that inserts have told of are visited, a part at a time.
+
+What is expected comes from the allocator and from what was written into each slot, and once from SGLang's own walk.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.environ import envs
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.record import PREV_UNREACHABLE
+from sglang_kv_canary.sweep import cached_ends
+from sglang_kv_canary.sweep.cached_ends import CachedEnds
+from sglang_kv_canary.sweep.core_walker import CoreWalker
+from sglang_kv_canary.sweep.flat_walker import FlatWalker
+from sglang_kv_canary.sweep.walkers import walk_radix_cache_for_canary, walker_of
+from sglang_kv_canary.wiring.cached_ends import InsertWatch
+from sglang_kv_canary_rigs.on_releases import TELLS_PATHS
+from sglang_kv_canary_rigs.radix_fixtures import RealTree, make_tree
+from sglang_kv_canary_rigs.radix_walks import (
+    OPERATIONS,
+    blocks,
+    check_chunk,
+    check_segments,
+    entries,
+    fill,
+    random_histories,
+    run_history,
+    walk_in_chunks,
+)
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+pytestmark = pytest.mark.skipif(
+    not TELLS_PATHS,
+    reason="the core in Rust tells paths from 0.5.22 on; lifted by make test SGLANG=0.5.23",
+)
+TREES = [("unified", 1), ("unified", 4), ("unified_swa", 1), ("unified_swa", 4)]
+every_tree = pytest.mark.parametrize(("kind", "page"), TREES)
+
+
+def tree_of(kind: str, page: int) -> tuple[RealTree, CachedEnds]:
+    with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override("rust"):
+        tree = make_tree(kind, page)
+    ends = CachedEnds()
+    InsertWatch(ends).attach_radix_cache(tree.cache)
+    return tree, ends
+
+
+def slots_of(tree: RealTree, nodes: list[int]) -> set[int]:
+    """Those of `nodes` that are still in the tree."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    core, slots = tree.cache.tree_core, set()
+    for node in nodes:
+        with suppress(KeyError):
+            value = core.get_component_device_value(node, ComponentType.FULL)
+            slots.update([] if value is None else value.tolist())
+    return slots
+
+
+@every_tree
+def test_nodes_are_visited(kind: str, page: int) -> None:
+    tree, ends = tree_of(kind, page)
+    fill(tree)
+    assert isinstance(walker_of(tree.cache, ends=ends), CoreWalker)
+    whole = walk_radix_cache_for_canary(tree.cache, ends=ends)
+    assert set(whole.slot_indices.tolist()) == tree.held_slots()
+    check_chunk(tree, whole)
+    check_segments(whole)
+    assert len({segment.node for segment in whole.segments}) == len(whole.segments)
+
+
+@every_tree
+def test_it_lists_what_sglangs_own_walk_lists(kind: str, page: int) -> None:
+    tree, ends = tree_of(kind, page)
+    fill(tree)
+    tree.evict(2 * page)
+    own = entries(tree.cache.tree_core.walk_for_kv_canary(False, False))
+    expected = sorted((*at, PREV_UNREACHABLE if p == -1 else p) for *at, p in own)
+    assert sorted(entries(walk_radix_cache_for_canary(tree.cache, ends=ends))) == expected
+
+
+@every_tree
+def test_parts_add_up(kind: str, page: int) -> None:
+    tree, ends = tree_of(kind, page)
+    fill(tree)
+    whole = entries(walk_radix_cache_for_canary(tree.cache, ends=ends))
+    for limits in ({"max_slots": 3}, {"max_us": 1.0}):
+        chunks = walk_in_chunks(walker_of(tree.cache, ends=ends), **limits)
+        assert [entry for chunk in chunks for entry in entries(chunk)] == whole
+        assert len(chunks) > 3
+    tree.flush()
+    assert entries(walk_radix_cache_for_canary(tree.cache, ends=ends)) == []
+    assert len(ends) == 0  # they have left the cache
+
+
+def test_an_empty_tree_is_one_that_holds_prefixes_later() -> None:
+    tree, ends = tree_of("unified", 1)
+    walker = walker_of(tree.cache, ends=ends)
+    first = walker.next_chunk(max_slots=1)
+    assert first is not None
+    assert first.num_slots == 0
+    assert walker.next_chunk() is None
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_tombstones_are_left_out(page: int) -> None:
+    tree, ends = tree_of("unified_swa", page)
+    fill(tree)
+    assert tree.insert(blocks(8, 9, 7, 6), swa_evicted=8)
+    resident = walk_radix_cache_for_canary(tree.cache, False, swa_resident_only=True, ends=ends)
+    check_chunk(tree, resident, swa_resident_only=True)
+    held = {slot for slot in tree.held_slots() if tree.swa_slot_of(slot) > 0}
+    assert set(resident.slot_indices.tolist()) == held < tree.held_slots()
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "swa_resident_only"),
+    [(*tree, False) for tree in TREES] + [("unified_swa", 1, True), ("unified_swa", 4, True)],
+)
+def test_random_histories(kind: str, page: int, swa_resident_only: bool) -> None:
+    @random_histories
+    @given(st.lists(OPERATIONS, min_size=10, max_size=60))
+    def run(operations: list[tuple]) -> None:
+        tree, ends = tree_of(kind, page)
+
+        def begin() -> tuple[Any, Callable[[], set[int]]]:
+            nodes = ends.begin_walk(0)
+            walker = walker_of(tree.cache, False, swa_resident_only, ends=ends)
+            return walker, lambda: slots_of(tree, nodes)
+
+        run_history(tree, operations, swa_resident_only, walker_of=begin)
+
+    run()
+
+
+def test_hardly_a_slot_is_unknown_where_prefixes_come_and_go() -> None:
+    """A walk after each thirty requests. Splits above nodes that have gone by then are all that it misses."""
+    tree, ends = tree_of("unified", 1)
+    rng, seen, held = random.Random(1), 0, 0
+    for number in range(600):
+        family = rng.randrange(6)
+        shared = [1000 + family] * rng.randrange(12)
+        assert tree.insert([*shared, *(rng.randrange(900) for _ in range(rng.randrange(1, 20)))])
+        if number % 30 == 29:
+            seen += walk_radix_cache_for_canary(tree.cache, ends=ends).num_slots
+            held += len(tree.held_slots())
+            assert not ends.is_short
+    assert 0.99 * held < seen <= held
+
+
+def test_a_cache_that_grows_unseen_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a way into the tree that is not followed."""
+    tree, ends = tree_of("unified", 1)
+    assert tree.insert(blocks(1, 2, 3))
+    del tree.cache.insert  # the wrapper
+    assert tree.insert(blocks(7, 8, 9))
+    walk_in_chunks(walker_of(tree.cache, ends=ends))
+    assert isinstance(walker_of(tree.cache, ends=ends), FlatWalker)
+    assert isinstance(
+        walker_of(tree.cache, ends=ends), CoreWalker
+    )  # until it has missed them again
+    monkeypatch.setattr(cached_ends, "MOST_UNKNOWN", 0.6)  # half of them
+    walk_in_chunks(walker_of(tree.cache, ends=ends))
+    assert isinstance(walker_of(tree.cache, ends=ends), CoreWalker)
+
+
+def test_slots_that_are_evicted_during_a_walk_are_not_missed() -> None:
+    tree, ends = tree_of("unified", 1)
+    for first in range(8):
+        assert tree.insert(blocks(first, 20, 30))
+    walker = walker_of(tree.cache, ends=ends)
+    walker.next_chunk(max_slots=12)
+    tree.evict(10_000)
+    assert tree.insert(blocks(40, 41, 42))  # nor are new ones
+    while walker.next_chunk() is not None:
+        pass
+    assert not ends.is_short
+
+
+def test_few_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_ends, "MOST_KNOWN", 3)
+    tree, ends = tree_of("unified", 1)
+    for first in range(8):
+        assert tree.insert(blocks(first))
+    assert len(ends) == 3
+    newest = walk_radix_cache_for_canary(tree.cache, ends=ends)
+    assert newest.num_slots == 3 * len(blocks(1))
+    assert ends.is_short
+
+
+def test_without_inserts_that_are_followed_it_is_listed() -> None:
+    tree, _ = tree_of("unified", 1)
+    assert isinstance(walker_of(tree.cache), FlatWalker)
+    assert isinstance(walker_of(tree.cache, ends=CachedEnds()), FlatWalker)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
