@@ -10,6 +10,8 @@ of the same graph differ (where their memory lies), so the spread over captures 
     off            SGLang's own graph
     off+fork       the same with an empty second branch beside the layers: what having one changes by itself
     on             with the canary, as the server captures it
+    on+mark        with the canary, and a fill of one word before the branch begins. The model's first kernel can stay
+                   on the fill's hardware queue
     on-all         with the canary, and as much as possible beside the layers: not so where servers have several ranks
     on-end-in-line with the canary, the end of the step in line, as for models whose layers have no known end
     on-in-line     with the canary, without a branch
@@ -22,6 +24,7 @@ what comes before the first and after the last kernel of others, and when each k
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -38,7 +41,7 @@ import sglang_parts
 from bench_switch import ENGINE_ARGS, innermost, switchable_engine
 from sglang_parts import Captured
 
-VARIANTS = ("off", "off+fork", "on", "on-all", "on-end-in-line", "on-in-line")
+VARIANTS = ("off", "off+fork", "on", "on+mark", "on-all", "on-end-in-line", "on-in-line")
 OWN_KERNELS = ("forward_kernel", "strided_kernel", "content_kernel", "publish_kernel")
 PROFILED = 4  # replays
 AT_STEP = 20  # decode steps into the generation
@@ -105,10 +108,12 @@ def _capture(runner: Any, variant: str) -> Any:
         "off": lambda: _without_canary(runner),
         "off+fork": lambda: _without_canary(runner, fork=True),
         "on": nullcontext,
+        "on+mark": _marked,
         "on-all": lambda: _branches("HEAD_AND_CHECK"),
         "on-end-in-line": lambda: _branches("HEAD_AND_CHECK", beside_lm_head=False),
         "on-in-line": lambda: _branches("NOTHING", beside_lm_head=False),
     }
+    _word()  # not of the capture's memory
     with contexts[variant]():
         sglang_parts.capture_anew(runner)
     captured = Captured.of(runner)
@@ -138,6 +143,35 @@ def _branches(beside_layers: str, beside_lm_head: bool = True) -> Iterator[None]
 
 
 @contextmanager
+def _marked() -> Iterator[None]:
+    """Each branch beside the layers begins after a fill."""
+    from sglang_kv_canary.wiring.context import context
+
+    singles = [single for m in context.managers for single in m._single_forwards.values()]
+    for single in singles:
+        single._branch.point = functools.partial(_point_after_fill, single)
+    try:
+        yield
+    finally:
+        for single in singles:
+            del single._branch.point
+
+
+@functools.cache
+def _word() -> Any:
+    """Graphs fill it as long as they are replayed, so it is never given back."""
+    import torch
+
+    return torch.zeros(1, device="cuda")
+
+
+def _point_after_fill(single: Any) -> Any:
+    if single._beginning is None:  # else it is the end of the layers
+        _word().zero_()
+    return type(single._branch).point(single._branch)
+
+
+@contextmanager
 def _without_canary(runner: Any, fork: bool = False) -> Iterator[None]:
     from sglang_kv_canary.wiring.context import context
 
@@ -153,13 +187,9 @@ def _without_canary(runner: Any, fork: bool = False) -> Iterator[None]:
 
 
 def _with_empty_branch(forward: Callable[..., Any]) -> Callable[..., Any]:
-    import functools
-
-    import torch
-
     from sglang_kv_canary.single_forward_manager.graph_branch import GraphBranch
 
-    branch, nothing = GraphBranch(), torch.zeros(1, device="cuda")
+    branch, nothing = GraphBranch(), _word()
 
     @functools.wraps(forward)
     def forked(*args: Any, **kwargs: Any) -> Any:
