@@ -21,6 +21,8 @@ if release().states is None or not release().has_own_canary:
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang_kv_canary.wiring import scheduler
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.unified_state_rig import UnifiedStateRig
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -153,6 +155,19 @@ def test_two_requests_in_one_slot() -> None:
     (found,) = rig.reported
     assert (found.slot, found.state, found.reader.request_id) == (slot_of(a), "REQUEST", "b")
     assert (found.writer.request_id, found.tier) == ("a", "state")
+
+
+def test_a_paused_server_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scheduler has neither forwards nor idle ticks, and takes up messages only."""
+    rig = UnifiedStateRig()
+    a, b = rig.prefill("a", PROMPT), rig.prefill("b", [5, *PROMPT])
+    give_slot(rig, b, slot_of(a))
+    rig.decode(a, b)
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    for follows, expected in ((None, []), (rig.watch, ["ROW_CHAIN"])):
+        monkeypatch.setattr(context, "states", follows)
+        scheduler._attend_to_pause()
+        assert [reason for found in rig.reported for reason in found.reasons] == expected
 
 
 def test_a_forward_overwrites_a_cached_state() -> None:

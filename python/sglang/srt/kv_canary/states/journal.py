@@ -73,11 +73,15 @@ class StateJournal(StepObserver):
         self.deliver()
 
     def on_idle(self, manager: Observed) -> bool:
+        self.hand_over()
+        return False
+
+    def hand_over(self) -> None:
+        """Act on all events, which waits for the device: for a server that launches nothing."""
         if self._events or self._copied:
             self.deliver(wait=True)
             self.send()
             self.deliver(wait=True)
-        return False
 
     def on_finish(self, manager: Observed, deadline: float) -> None:
         while (self._events or self._copied) and time.monotonic() < deadline:

@@ -182,6 +182,8 @@ def _after_pause(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
 
 def _attend_to_pause() -> None:
+    if context.states is not None:
+        attempt_aside(context.states.journal.hand_over)
     # The last result may have been taken up just before its findings came
     _drain()
     attempt_aside(_attend, True)
