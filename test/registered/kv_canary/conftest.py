@@ -205,6 +205,7 @@ ON_NEWER_RELEASES = (
     "runner/test_row_memory.py",
     "states/test_state_batches.py",
     "states/test_states_unified.py",
+    "states/test_states_verified.py",
     "sweep/test_staged_list.py",
     "sweep/test_core_walks.py",
     "sweep/test_walks_of_cores.py",

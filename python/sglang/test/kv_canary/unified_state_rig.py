@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,8 @@ TRACK_INTERVAL = 64  # decoded tokens; SGLang takes no less
 class UnifiedStateRig(StateRigBase):
     """`reported` are the violations of states, in the order of discovery."""
 
+    arguments: ClassVar[dict[str, Any]] = {}  # more of the server's
+
     def __init__(
         self,
         content: ContentMode = ContentMode.ALL,
@@ -41,7 +43,7 @@ class UnifiedStateRig(StateRigBase):
         **settings: Any,
     ) -> None:
         self.rows, self.allocator = make_mamba_pools(extra_buffer, CONTEXT, SLOTS)
-        _set_arguments(extra_buffer)
+        _set_arguments(extra_buffer, self.arguments)
         real = RealPool(self.allocator.get_kvcache(), self.allocator)
         self.manager = ManagerRig(mode, content, real, **settings).manager
         self.slot_allocator, self.pool = self.rows.mamba_allocator, self.rows.mamba_pool
@@ -207,7 +209,7 @@ def _note_snapshot(rows: Any, request: Req, length: int) -> None:
     kv.mamba_next_track_idx = rows.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
 
 
-def _set_arguments(extra_buffer: bool) -> None:
+def _set_arguments(extra_buffer: bool, more: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     strategy = "extra_buffer" if extra_buffer else "no_buffer"
@@ -216,6 +218,7 @@ def _set_arguments(extra_buffer: bool) -> None:
         page_size=1,
         mamba_track_interval=TRACK_INTERVAL,
         mamba_radix_cache_strategy=strategy,
+        **more,
     )
     args._mamba_cache_chunk_size = CHUNK
     set_global_server_args_for_scheduler(args)

@@ -176,9 +176,13 @@ class StateLedger:
     # Forwards
 
     def go_on(
-        self, slots: Sequence[int], owners: Sequence[object], befores: np.ndarray
+        self,
+        slots: Sequence[int],
+        owners: Sequence[object],
+        befores: np.ndarray,
+        lengths: np.ndarray | int = 1,
     ) -> list[int]:
-        """`used` for decodes of one token each, as far as nothing is wrong. `befores`: int64[decodes].
+        """`used` for decodes of `lengths` tokens, as far as nothing is wrong. `befores`, `lengths`: int64[decodes].
 
         Returns the indices of the others, for which nothing was done: call `used`.
         """
@@ -187,7 +191,7 @@ class StateLedger:
         ids = np.fromiter(map(id, owners), np.int64, len(owners))
         right = (self._owners[at] == ids) & (self._next[at] == befores)
         gone_on = at[right]
-        self._next[gone_on] += 1
+        self._next[gone_on] += lengths if isinstance(lengths, int) else lengths[right]
         self.checks["used"] += len(gone_on)
         return np.flatnonzero(~right).tolist()
 
@@ -214,6 +218,11 @@ class StateLedger:
         held.holder, held.owner, held.writer = Holder.REQUEST, use.owner, use.reader
         held.absorb(use.tokens, use.before, use.after)
         self._note_owner(slot)
+
+    def used_after_release(self, slot: int, use: Use) -> None:
+        """A forward overwrites the state of a request that has ended and given it back, before anyone else needs it."""
+        if self._exists(slot) and self.record(slot).holder in (Holder.REQUEST, Holder.CACHE):
+            self._is_taken(slot, use)
 
     def tracked(self, slot: int, source: int, track: Track) -> None:
         """A forward that used `source` has also stored a snapshot of its state. Call it after `used`."""

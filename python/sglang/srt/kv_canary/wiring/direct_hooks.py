@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _SRT = "sglang.srt."
 # Parts of targets, from the first letter on
 _IN_EACH_STEP = (
+    f"{_SRT}layers.attention.hybrid_linear_attn_backend.",
     f"{_SRT}managers.scheduler.Scheduler.on_idle",
     f"{_SRT}managers.scheduler.Scheduler.process_batch_result",
     f"{_SRT}managers.scheduler.Scheduler.run_batch",

@@ -46,10 +46,10 @@ class StateWatch(StepObserver):
     tree_class: str  # of the prefix cache
 
     @classmethod
-    def why_unchecked(cls, args: Any) -> str:
+    def why_unchecked(cls, args: Any, model_runner: Any) -> str:
         """What the watch cannot follow in a server with these settled ServerArgs. "" if it can follow everything."""
         reasons = {
-            "speculative decoding": args.speculative_algorithm is not None,
+            **cls.speculation_not_followed(args, model_runner),
             "prefill-decode disaggregation": args.disaggregation_mode != "null",
             "pipeline parallelism": args.pp_size > 1,
             "data-parallel attention": args.enable_dp_attention,
@@ -57,6 +57,11 @@ class StateWatch(StepObserver):
             **cls.not_followed(args),
         }
         return ", ".join(name for name, is_on in reasons.items() if is_on)
+
+    @staticmethod
+    def speculation_not_followed(args: Any, model_runner: Any) -> dict[str, bool]:
+        """The same of speculative decoding alone: whether each is on."""
+        return {"speculative decoding": args.speculative_algorithm is not None}
 
     @staticmethod
     def not_followed(args: Any) -> dict[str, bool]:

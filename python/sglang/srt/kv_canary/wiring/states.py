@@ -36,7 +36,7 @@ def _followed(manager: CanaryManager, model_runner: Any, server_args: Any) -> di
     if release().states is None:
         return {"unchecked": "this release of SGLang"}
     follows = release().states()
-    if why := follows.why_unchecked(release().settled(server_args)):
+    if why := follows.why_unchecked(release().settled(server_args), model_runner):
         return {"unchecked": why}
     try:
         watch = follows(manager, model_runner.req_to_token_pool)

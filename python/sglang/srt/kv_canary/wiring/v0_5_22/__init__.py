@@ -99,6 +99,7 @@ RELEASE = replace(
         "from_0_5_17.speculative",
         "from_0_5_17.swa_location",
         "token_oracle",
+        "v0_5_22.verified_states",
         "from_0_5_21.weights",
         "live_questions",
         "server_info",

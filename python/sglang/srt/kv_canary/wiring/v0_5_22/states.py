@@ -24,6 +24,7 @@ from ..context import context
 from ..kept_slots import kept
 from ..releases import release
 from ..state_watch import Forward, StateWatch, owner_of
+from .verified_states import Verifies, speculation_not_followed
 
 __all__ = ["SlotWatch"]
 
@@ -52,6 +53,8 @@ class SlotWatch(StateWatch):
 
     tree_class = "UnifiedRadixCache"
 
+    speculation_not_followed = staticmethod(speculation_not_followed)
+
     @staticmethod
     def not_followed(args: Any) -> dict[str, bool]:
         from sglang.srt.arg_groups.overrides import mamba_extra_buffer_lazy_of
@@ -75,6 +78,7 @@ class SlotWatch(StateWatch):
         self._gives_back = False  # a group ends: what is freed was handed out to nobody
         self._cached: torch.cuda.Event | None = None  # what has been queued when a state is cached
         self._overlaps = not release().server_args().disable_overlap_schedule
+        self._verifies = Verifies(self.journal, self.ledger)
         allocator = self._rows.mamba_allocator
         self.wrap(allocator, "alloc", self.note_alloc)
         self.wrap(allocator, "free", self._before_free, before=True)
@@ -145,6 +149,18 @@ class SlotWatch(StateWatch):
 
     # Forwards
 
+    def note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
+        if not forward_batch.forward_mode.is_target_verify():
+            super().note_forward(forward_batch, requests)
+        elif self._follows:
+            number = self._manager.forward_ct + 1
+            self._attempt(self._verifies.begin, number, forward_batch, requests)
+
+    def note_commit(self, *commit: Any) -> None:
+        """After a verify. `commit`: arguments of `Verifies.commit`. Never raises in mode `log`."""
+        if self._follows:
+            self._attempt(self._verifies.commit, *commit)
+
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         self._sources = forward_batch.mamba_cow_src_indices
         if self._sources is None or not len(self._sources):
@@ -175,6 +191,22 @@ class SlotWatch(StateWatch):
         if self._loads is not None:  # SGLang has not made the copies
             self._attempt(self._note_what_waits)
         super().after_forwards(manager)
+
+    def on_idle(self, manager: Observed) -> bool:
+        self._fence_commits()
+        return super().on_idle(manager)
+
+    def on_finish(self, manager: Observed, deadline: float) -> None:
+        self._fence_commits()
+        super().on_finish(manager, deadline)
+
+    def _fence_commits(self) -> None:
+        """SGLang commits after the forward, and the journal knows only of what was made until then."""
+        stream = context.forward_stream
+        if self._verifies.is_unfenced and stream is not None:
+            with torch.cuda.stream(stream):
+                self.journal.note_stream(self._rows.mamba_pool.mamba_cache.temporal)
+        self._verifies.is_unfenced = False
 
     def _loaded(
         self,
