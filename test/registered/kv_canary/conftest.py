@@ -176,6 +176,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_hybrid_e2e.py",
     "e2e/test_speculative_mixed_chunks_e2e.py",
     "e2e/test_speculative_ngram_e2e.py",
+    "e2e/test_speculative_states_e2e.py",
     "e2e/test_speculative_swa_e2e.py",
     "host_tier/test_host_tier.py",
     "host_tier/test_host_windows.py",

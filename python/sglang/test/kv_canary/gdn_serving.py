@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
 from sglang_kv_canary.testing.tiny_models import write_config
 
-__all__ = ["GDN"]
+__all__ = ["GDN", "GDN_MTP", "GDN_NGRAM", "write_mtp"]
 
 # Three layers with a state, one with KV. No experts: they add nothing to either.
 _CONFIG: dict[str, Any] = {
@@ -61,3 +63,31 @@ GDN = MODES["gdn"] = ModeConfig(
     },
     cuda_args={"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"},
 )
+
+# The same with its MTP layer, and with a trie, whose chains need no branches of a state
+GDN_MTP = MODES["gdn_mtp"] = replace(
+    GDN,
+    name="gdn_mtp",
+    server_args={
+        **GDN.server_args,
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
+)
+GDN_NGRAM = MODES["gdn_ngram"] = replace(
+    GDN,
+    name="gdn_ngram",
+    server_args={
+        **GDN.server_args,
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 5,
+        "speculative_ngram_max_bfs_breadth": 1,
+    },
+)
+
+
+def write_mtp(folder: Path) -> str:
+    """SGLang takes the MTP layer out of the whole model. Weights are made up, so that drafts are rarely right."""
+    return write_config(folder, config=_CONFIG)
