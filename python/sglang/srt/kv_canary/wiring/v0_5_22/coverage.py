@@ -36,7 +36,7 @@ _MORE = {
 
 _HERE = "run on a GPU with 0.5.23 only"
 _STATES = (
-    "owner and tokens of each state, and its bytes in the prefix cache; not beside most other paths, see "
+    "owner and tokens of each state, and its cached bytes; speculation on CPU; most other paths not, see "
     f"docs/states.md; {_HERE}"
 )
 
