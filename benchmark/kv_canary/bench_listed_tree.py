@@ -5,8 +5,8 @@
 
 Real unified trees, filled by inserts below the root. Prints, per number of nodes, the median host time of a list, of
 the plans and sums of records that are kept of it, and of one part that is verified, without the launches of the checks.
-Nodes are visited, a part at a time: then a list is one of --part slots, nothing is kept, and a part is the plan of such
-a list. The core in Rust lists all slots at once on 0.5.21, and with --at-once.
+Nodes are visited, a part of --part slots at a time: then a list is the longest of a pass, nothing is kept, and a part
+is the median list with its plan. The core in Rust lists all slots at once on 0.5.21, and with --at-once.
 The longest are those of a first round, which loads kernels and fills caches.
 """
 
@@ -82,12 +82,13 @@ def run_round(
 
 
 def run_parts(walker: Any, part: int, device: str) -> SimpleNamespace:
-    """All of a pass; the longest list, and the median plan."""
+    """All of a pass."""
     lists, plans = [], []
     while True:
         listing, chunk = timed(lambda: walker.next_chunk(max_slots=part), device)
         if chunk is None:
-            return SimpleNamespace(list=max(lists), keep=0.0, part=statistics.median(plans))
+            part_us = statistics.median(lists) + statistics.median(plans)
+            return SimpleNamespace(list=max(lists), keep=0.0, part=part_us)
         lists.append(listing)
         plans.append(timed(lambda chunk=chunk: build_verify_plan_radix_sweep(chunk), device)[0])
 
