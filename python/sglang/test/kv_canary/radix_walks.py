@@ -9,12 +9,24 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from sglang.srt.environ import envs
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE
+from sglang_kv_canary.sweep.cached_ends import CachedEnds
 from sglang_kv_canary.sweep.radix_cache_walker import RadixCacheWalker
+from sglang_kv_canary.wiring.cached_ends import InsertWatch
 
-from .radix_fixtures import Owner
+from .radix_fixtures import Owner, RealTree, make_tree
 
 MAX_CHUNKS = 500
+
+
+def tree_with_core(kind: str, page_size: int, core: str) -> tuple[RealTree, CachedEnds]:
+    """A unified tree with SGLang's core in `core`, and where its inserts end, if it is followed."""
+    with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(core):
+        tree = make_tree(kind, page_size)
+    ends = CachedEnds()
+    InsertWatch(ends).attach_radix_cache(tree.cache)
+    return tree, ends
 
 
 def blocks(*values: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Unified trees with SGLang's core in Rust: nodes that inserts have told of are visited, a part at a time.
+"""Walks over unified trees with SGLang's core in Rust know where inserts have ended, and what they miss.
 
-What is expected comes from the allocator and from what was written into each slot, and once from SGLang's own walk.
+What they list is in `test_walks_of_cores.py`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.record import PREV_UNREACHABLE
 from sglang_kv_canary.sweep import cached_ends
 from sglang_kv_canary.sweep.cached_ends import CachedEnds
 from sglang_kv_canary.sweep.core_walker import CoreWalker
 from sglang_kv_canary.sweep.flat_walker import FlatWalker
 from sglang_kv_canary.sweep.walkers import walk_radix_cache_for_canary, walker_of
-from sglang_kv_canary.wiring.cached_ends import InsertWatch
 from sglang_kv_canary_rigs.on_releases import TELLS_PATHS
-from sglang_kv_canary_rigs.radix_fixtures import RealTree, make_tree
+from sglang_kv_canary_rigs.radix_fixtures import RealTree
 from sglang_kv_canary_rigs.radix_walks import (
     OPERATIONS,
     blocks,
-    check_chunk,
-    check_segments,
-    entries,
-    fill,
     random_histories,
     run_history,
+    tree_with_core,
     walk_in_chunks,
 )
 
@@ -45,15 +39,10 @@ pytestmark = pytest.mark.skipif(
     reason="the core in Rust tells paths from 0.5.22 on; lifted by make test SGLANG=0.5.23",
 )
 TREES = [("unified", 1), ("unified", 4), ("unified_swa", 1), ("unified_swa", 4)]
-every_tree = pytest.mark.parametrize(("kind", "page"), TREES)
 
 
 def tree_of(kind: str, page: int) -> tuple[RealTree, CachedEnds]:
-    with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override("rust"):
-        tree = make_tree(kind, page)
-    ends = CachedEnds()
-    InsertWatch(ends).attach_radix_cache(tree.cache)
-    return tree, ends
+    return tree_with_core(kind, page, "rust")
 
 
 def slots_of(tree: RealTree, nodes: list[int]) -> set[int]:
@@ -68,42 +57,6 @@ def slots_of(tree: RealTree, nodes: list[int]) -> set[int]:
     return slots
 
 
-@every_tree
-def test_nodes_are_visited(kind: str, page: int) -> None:
-    tree, ends = tree_of(kind, page)
-    fill(tree)
-    assert isinstance(walker_of(tree.cache, ends=ends), CoreWalker)
-    whole = walk_radix_cache_for_canary(tree.cache, ends=ends)
-    assert set(whole.slot_indices.tolist()) == tree.held_slots()
-    check_chunk(tree, whole)
-    check_segments(whole)
-    assert len({segment.node for segment in whole.segments}) == len(whole.segments)
-
-
-@every_tree
-def test_it_lists_what_sglangs_own_walk_lists(kind: str, page: int) -> None:
-    tree, ends = tree_of(kind, page)
-    fill(tree)
-    tree.evict(2 * page)
-    own = entries(tree.cache.tree_core.walk_for_kv_canary(False, False))
-    expected = sorted((*at, PREV_UNREACHABLE if p == -1 else p) for *at, p in own)
-    assert sorted(entries(walk_radix_cache_for_canary(tree.cache, ends=ends))) == expected
-
-
-@every_tree
-def test_parts_add_up(kind: str, page: int) -> None:
-    tree, ends = tree_of(kind, page)
-    fill(tree)
-    whole = entries(walk_radix_cache_for_canary(tree.cache, ends=ends))
-    for limits in ({"max_slots": 3}, {"max_us": 1.0}):
-        chunks = walk_in_chunks(walker_of(tree.cache, ends=ends), **limits)
-        assert [entry for chunk in chunks for entry in entries(chunk)] == whole
-        assert len(chunks) > 3
-    tree.flush()
-    assert entries(walk_radix_cache_for_canary(tree.cache, ends=ends)) == []
-    assert len(ends) == 0  # they have left the cache
-
-
 def test_an_empty_tree_is_one_that_holds_prefixes_later() -> None:
     tree, ends = tree_of("unified", 1)
     walker = walker_of(tree.cache, ends=ends)
@@ -111,17 +64,6 @@ def test_an_empty_tree_is_one_that_holds_prefixes_later() -> None:
     assert first is not None
     assert first.num_slots == 0
     assert walker.next_chunk() is None
-
-
-@pytest.mark.parametrize("page", [1, 4])
-def test_tombstones_are_left_out(page: int) -> None:
-    tree, ends = tree_of("unified_swa", page)
-    fill(tree)
-    assert tree.insert(blocks(8, 9, 7, 6), swa_evicted=8)
-    resident = walk_radix_cache_for_canary(tree.cache, False, swa_resident_only=True, ends=ends)
-    check_chunk(tree, resident, swa_resident_only=True)
-    held = {slot for slot in tree.held_slots() if tree.swa_slot_of(slot) > 0}
-    assert set(resident.slot_indices.tolist()) == held < tree.held_slots()
 
 
 @pytest.mark.parametrize(
