@@ -18,6 +18,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.reports.violation import Actor
 from sglang_kv_canary.states.content import StateContent, StatePrints
 from sglang_kv_canary.states.ledger import Use
@@ -291,6 +292,25 @@ def test_a_snapshot_taken_at_another_position() -> None:
     rig.prefill("a", LONG)
     assert rig.settle() == ["POSITION"]
     assert (rig.reported[0].expected_position, rig.reported[0].stored_position) == (128, 64)
+
+
+def test_what_is_compiled_at_the_start_reads_all_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's rows hold int32, its free slots int64. Triton would compile for the other type within a forward."""
+    rig, types = StateRig(), []
+    original = reference.fingerprint_pieces
+
+    def fingerprint_pieces(sources: Any, slots: torch.Tensor, *more: Any) -> None:
+        types.append(slots.dtype)
+        original(sources, slots, *more)
+
+    monkeypatch.setattr(reference, "fingerprint_pieces", fingerprint_pieces)
+    rig.watch.warm_up()
+    at_start = set(types)
+    rig.serve("a", PROMPT)
+    rig.serve("b", [*PROMPT, 1, 2, 3])
+    assert rig.settle() == []
+    assert rig.watch.ledger.checks["compared"] == 1
+    assert set(types) == at_start
 
 
 def test_fingerprints_see_each_layer_piece_and_byte() -> None:
