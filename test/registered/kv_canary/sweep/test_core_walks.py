@@ -141,6 +141,17 @@ def test_few_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ends.is_short
 
 
+def test_what_is_inserted_again_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_ends, "MOST_KNOWN", 3)
+    tree, ends = tree_of("unified", 1)
+    for first in (1, 2, 3, 1, 4):
+        assert tree.insert(blocks(first))
+    walked = walk_radix_cache_for_canary(tree.cache, ends=ends).slot_indices.tolist()
+    hot = tree.cache.path_device_indices(tree.match(blocks(1)).last_device_node).tolist()
+    assert len(hot) == len(blocks(1))
+    assert set(hot) <= set(walked)
+
+
 def test_without_inserts_that_are_followed_it_is_listed() -> None:
     tree, _ = tree_of("unified", 1)
     assert isinstance(walker_of(tree.cache), FlatWalker)
