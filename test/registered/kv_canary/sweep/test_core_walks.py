@@ -97,7 +97,7 @@ def test_hardly_a_slot_is_unknown_where_prefixes_come_and_go() -> None:
         if number % 30 == 29:
             seen += walk_radix_cache_for_canary(tree.cache, ends=ends).num_slots
             held += len(tree.held_slots())
-            assert not ends.is_short
+            assert not ends.is_short[False]
     assert 0.99 * held < seen <= held
 
 
@@ -117,6 +117,21 @@ def test_a_cache_that_grows_unseen_is_listed_once(monkeypatch: pytest.MonkeyPatc
     assert isinstance(walker_of(tree.cache, ends=ends), CoreWalker)
 
 
+def test_each_walk_of_a_pass_is_followed_by_a_list() -> None:
+    """A pass over a tree with a sliding window has two walks, the second one of SWA groups."""
+    tree, ends = tree_of("unified_swa", 1)
+    del tree.cache.insert  # the wrapper
+    fill(tree)
+    passes = []
+    for _ in range(4):
+        walkers = []
+        for swa_resident_only in (False, True):
+            walkers.append(walker_of(tree.cache, False, swa_resident_only, ends=ends))
+            walk_in_chunks(walkers[-1])
+        passes.append([type(walker) for walker in walkers])
+    assert passes == [[CoreWalker] * 2, [FlatWalker] * 2] * 2
+
+
 def test_slots_that_are_evicted_during_a_walk_are_not_missed() -> None:
     tree, ends = tree_of("unified", 1)
     for first in range(8):
@@ -127,7 +142,7 @@ def test_slots_that_are_evicted_during_a_walk_are_not_missed() -> None:
     assert tree.insert(blocks(40, 41, 42))  # nor are new ones
     while walker.next_chunk() is not None:
         pass
-    assert not ends.is_short
+    assert not ends.is_short[False]
 
 
 def test_few_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +153,7 @@ def test_few_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ends) == 3
     newest = walk_radix_cache_for_canary(tree.cache, ends=ends)
     assert newest.num_slots == 3 * len(blocks(1))
-    assert ends.is_short
+    assert ends.is_short[False]
 
 
 def test_what_is_inserted_again_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:

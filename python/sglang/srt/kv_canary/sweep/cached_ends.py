@@ -24,8 +24,9 @@ class CachedEnds:
         self._known: OrderedDict[int, None] = OrderedDict()
         self._added = 0  # slots, since the begin of the last walk
         self._held = 0  # slots, at that time
-        # The last walk has missed many slots: its cache is to be listed once
-        self.is_short = False
+        # Of walks that skip nodes without SWA slots (True), and of those that do not: whether the last one has missed
+        # many slots. Then the cache is to be listed once, for their groups
+        self.is_short = {True: False, False: False}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -51,7 +52,8 @@ class CachedEnds:
         self._held, self._added = held, 0
         return list(self._known)
 
-    def end_walk(self, seen: int, held: int) -> None:
-        """A walk has seen `seen` slots, and the cache holds `held` now."""
+    def end_walk(self, seen: int, held: int, swa_resident_only: bool) -> None:
+        """A walk has come by `seen` slots, also those that it skips, and the cache holds `held` now."""
         evicted = max(0, self._held + self._added - held)  # some of them had not been visited
-        self.is_short = self._held - evicted - seen > MOST_UNKNOWN * self._held
+        missed = self._held - evicted - seen
+        self.is_short[swa_resident_only] = missed > MOST_UNKNOWN * self._held

@@ -34,7 +34,7 @@ class CoreWalker:
 
         self._cache = unwrap(radix_cache)
         self._core, self._ends = self._cache.tree_core, ends
-        self._full = ComponentType.FULL
+        self._full, self._swa_resident_only = ComponentType.FULL, swa_resident_only
         self._swa = ComponentType.SWA if swa_resident_only and self._cache.supports_swa() else None
         self.device = device_of(self._cache)
         self._gatherer = Gatherer(self.device)
@@ -66,7 +66,7 @@ class CoreWalker:
             if self._gatherer.is_over(chunk):
                 break
         if not self._left:
-            self._ends.end_walk(self._seen, self._held())
+            self._ends.end_walk(self._seen, self._held(), self._swa_resident_only)
         return self._gatherer.gather(chunk)
 
     def refuse_pages_not_of(self, stride: int) -> None:

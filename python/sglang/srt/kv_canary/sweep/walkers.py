@@ -32,9 +32,9 @@ def walker_of(
     if not lists_at_once(radix_cache):
         return RadixCacheWalker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
     if ends is not None and ends.is_told and not unlocked_only:
-        if not ends.is_short:
+        if not ends.is_short[swa_resident_only]:
             return CoreWalker(radix_cache, swa_resident_only, ends)
-        ends.is_short = False  # a list misses nothing
+        ends.is_short[swa_resident_only] = False  # a list misses nothing
     return FlatWalker(radix_cache, unlocked_only, swa_resident_only, namespace_of)
 
 
