@@ -145,6 +145,33 @@ def test_slots_that_are_evicted_during_a_walk_are_not_missed() -> None:
     assert not ends.is_short[False]
 
 
+def test_the_way_to_the_end_of_a_conversation_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang takes the longer for it the more turns there are."""
+    tree, ends = tree_of("unified", 1)
+    turns, ways = 12, []
+    for turn in range(turns):
+        assert tree.insert(blocks(*range(turn + 1)))
+    original = tree.cache.tree_core.collect_path_info
+
+    def collect_path_info(nodes: list[int]) -> Any:
+        ways.append(nodes)
+        return original(nodes)
+
+    monkeypatch.setattr(tree.cache.tree_core, "collect_path_info", collect_path_info)
+    chunks = walk_in_chunks(walker_of(tree.cache, ends=ends), max_slots=7)
+    assert sum(chunk.num_slots for chunk in chunks) == len(blocks(*range(turns)))
+    assert len(ways) == 1
+    ways.clear()
+    walker = walker_of(tree.cache, ends=ends)
+    walker.next_chunk(max_slots=7)
+    tree.match(blocks(*range(1))[:1])  # splits a node that is behind the walk
+    tree.match([*blocks(*range(5)), 5, 90])  # and one before it
+    assert len(walk_in_chunks(walker, max_slots=7)) > 1
+    assert len(ways) == 2
+
+
 def test_few_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_ends, "MOST_KNOWN", 3)
     tree, ends = tree_of("unified", 1)

@@ -20,7 +20,8 @@ class CachedEnds:
 
     def __init__(self) -> None:
         self.is_told = False  # whether inserts of the cache are followed
-        # Oldest first. A dict takes the longer to find its first one the more have been taken out before it
+        # Those on the way, then those of inserts, oldest first. A plain dict takes the longer to find its first one the
+        # more have been taken out before it
         self._known: OrderedDict[int, None] = OrderedDict()
         self._added = 0  # slots, since the begin of the last walk
         self._held = 0  # slots, at that time
@@ -34,12 +35,19 @@ class CachedEnds:
     def note_insert(self, node: int, added: int) -> None:
         """An insert has ended at `node`, and `added` slots are new in the cache."""
         self._added += added
-        self.note_nodes((node,))
+        self._known[node] = None
+        self._known.move_to_end(node)
+        self._let_go()
 
-    def note_nodes(self, nodes: Iterable[int]) -> None:
+    def note_way(self, nodes: Iterable[int]) -> None:
+        """A walk has come by `nodes`. Those that are not known are let go before all others."""
         for node in nodes:
-            self._known[node] = None
-            self._known.move_to_end(node)
+            if node not in self._known:
+                self._known[node] = None
+                self._known.move_to_end(node, last=False)
+        self._let_go()
+
+    def _let_go(self) -> None:
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
 
@@ -48,12 +56,15 @@ class CachedEnds:
         self._known.pop(node, None)
 
     def begin_walk(self, held: int) -> list[int]:
-        """The nodes to visit. `held`: slots that the cache holds now."""
+        """The nodes to visit, newest first. The way to the end of a conversation leads by all of its turns.
+
+        `held`: slots that the cache holds now.
+        """
         self._held, self._added = held, 0
-        return list(self._known)
+        return list(reversed(self._known))
 
     def end_walk(self, seen: int, held: int, swa_resident_only: bool) -> None:
-        """A walk has come by `seen` slots, also those that it skips, and the cache holds `held` now."""
+        """A walk has come by `seen` slots, also by those that it skips. The cache holds `held` now."""
         evicted = max(0, self._held + self._added - held)  # some of them had not been visited
         missed = self._held - evicted - seen
         self.is_short[swa_resident_only] = missed > MOST_UNKNOWN * self._held

@@ -40,7 +40,10 @@ class CoreWalker:
         self._gatherer = Gatherer(self.device)
         self._left = deque(ends.begin_walk(self._held()))  # where the walk still has to go
         self._visited: set[int] = set()
-        self._path: deque[Any] = deque()  # to the first of these, as far as it is not visited
+        # To the first of these: what is not visited yet, and the node above that
+        self._path: deque[Any] = deque()
+        self._above: Any = None
+        self._is_new = False  # whether the path was asked for in this chunk
         self._resume = 0  # positions before this one have been listed, of nodes on this path
         self._tail: tuple[int, int] | None = None  # (node, its last slot's index) in this chunk
         self._chunks = self._seen = 0
@@ -54,9 +57,9 @@ class CoreWalker:
             return None
         self._chunks += 1
         chunk, self._tail = Chunk(self._chunks, max_slots, max_us), None
-        self._path.clear()  # nodes may have been split or evicted since
+        self._is_new = False
         while self._left:
-            if not self._path:
+            if not self._path or not (self._is_new or self._still_holds()):
                 self._enter(self._left[0])
             if self._path and not self._visit(chunk, self._path[0]):
                 break
@@ -83,6 +86,8 @@ class CoreWalker:
 
     def _enter(self, node: int) -> None:
         """Go to `node`, which an insert has ended at."""
+        self._path.clear()
+        self._above, self._is_new = None, True
         if node in self._visited:
             return
         try:
@@ -90,8 +95,26 @@ class CoreWalker:
         except KeyError:  # evicted since
             self._ends.forget(node)
             return
-        self._ends.note_nodes(each.node_id for each in path)
-        self._path.extend(each for each in path if each.node_id not in self._visited)
+        self._ends.note_way(each.node_id for each in reversed(path))
+        self._path.extend(path)
+        self._skip_visited()
+
+    def _skip_visited(self) -> None:
+        while self._path and self._path[0].node_id in self._visited:
+            self._above = self._path.popleft()
+
+    def _still_holds(self) -> bool:
+        """Whether a path of an earlier chunk leads to the next node as it did. Nodes may have been split or evicted."""
+        return self._is_whole(self._path[0]) and (
+            self._above is None or self._is_whole(self._above)
+        )
+
+    def _is_whole(self, node: Any) -> bool:
+        try:
+            value = self._value(node.node_id)
+        except KeyError:  # evicted
+            return False
+        return value is not None and value.numel() == node.path_end - node.path_start
 
     def _visit(self, chunk: Chunk, node: Any) -> bool:
         """List the first node of the path, as far as the chunk has room. Returns whether that was all of it."""
@@ -109,7 +132,7 @@ class CoreWalker:
                 self._tail = node.node_id, chunk.num_slots - 1
             self._seen += value.numel()
         self._visited.add(node.node_id)
-        self._path.popleft()
+        self._skip_visited()
         return True
 
     def _value(self, node: int) -> torch.Tensor | None:
