@@ -84,9 +84,8 @@ class StateContent:
 
     def fingerprint(self, slots: torch.Tensor) -> StatePrints:
         """Of the states in `slots` int[n], as their bytes are now, on the current stream."""
-        slots = (
-            slots.long()
-        )  # rows of SGLang's table hold int32: no variant of the kernel of their own
+        # Rows of SGLang's table hold int32, which would be a variant of the kernel of their own
+        slots = slots.long()
         states, first = slots.numel(), 0
         size = states * self._pieces
         pieces = torch.empty(size, dtype=torch.int64, device=slots.device)
