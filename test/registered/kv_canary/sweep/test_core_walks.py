@@ -26,6 +26,7 @@ from sglang_kv_canary_rigs.radix_fixtures import RealTree
 from sglang_kv_canary_rigs.radix_walks import (
     OPERATIONS,
     blocks,
+    fill,
     random_histories,
     run_history,
     tree_with_core,
