@@ -23,6 +23,7 @@ TARGETS = (
     "kernels/reference/strided.py",
     "kernels/reference/sweep.py",
     # the sweep's walk, the ledger, and what becomes of a finding
+    "sweep/chunk.py",
     "radix_cache_walker.py",
     "sweep_plan_builder.py",
     "cause.py",

@@ -14,6 +14,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.state import Header
+from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
@@ -215,7 +216,8 @@ def test_the_hooks_of_a_step_are_timed_one_by_one_and_find_nothing(
             bench_host_step.parse(sizes), CanaryMode.RAISE, bench_host_step.Eager
         )
         assert context.target.launcher.state.summary[Header.FORWARD_DONE] > 30
-        assert context.target.observers[0].sweep_passes > 0
+        (sweep,) = (o for o in context.target.observers if isinstance(o, SweepOrchestrator))
+        assert sweep.sweep_passes > 0
     finally:
         context.reset()
     rows = bench_host_step.table(parts)
