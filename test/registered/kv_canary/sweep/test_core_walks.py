@@ -173,6 +173,26 @@ def test_the_way_to_the_end_of_a_conversation_is_asked_for_once(
     assert len(ways) == 2
 
 
+def test_nodes_on_the_host_alone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory may hold many times as many. A stand-in for HiCache: the core says that it has no slots of a node."""
+    tree, ends = tree_of("unified", 1)
+    for first in range(3):
+        assert tree.insert(blocks(first, 20, 30))
+    core, (evicted, *_) = tree.cache.tree_core, ends.begin_walk(0)
+    value = core.get_component_device_value
+    on_host = lambda node, *kind: None if node == evicted else value(node, *kind)  # noqa: E731
+    monkeypatch.setattr(core, "get_component_device_value", on_host)
+    listed = walk_radix_cache_for_canary(tree.cache, ends=ends)
+    assert listed.num_slots == 2 * len(blocks(1, 20, 30))
+    assert evicted not in ends.begin_walk(0)
+    monkeypatch.undo()  # a request loads it back, and has gone on
+    assert tree.insert(blocks(2, 20, 30, 40))
+    assert (
+        set(walk_radix_cache_for_canary(tree.cache, ends=ends).slot_indices.tolist())
+        == tree.held_slots()
+    )
+
+
 def test_few_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_ends, "MOST_KNOWN", 3)
     tree, ends = tree_of("unified", 1)

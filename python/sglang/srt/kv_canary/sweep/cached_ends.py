@@ -52,7 +52,7 @@ class CachedEnds:
             self._known.popitem(last=False)
 
     def forget(self, node: int) -> None:
-        """It has left the cache."""
+        """It has left the device."""
         self._known.pop(node, None)
 
     def begin_walk(self, held: int) -> list[int]:

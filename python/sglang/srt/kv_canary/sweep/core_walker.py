@@ -119,7 +119,11 @@ class CoreWalker:
     def _visit(self, chunk: Chunk, node: Any) -> bool:
         """List the first node of the path, as far as the chunk has room. Returns whether that was all of it."""
         value = self._value(node.node_id)
-        if value is not None:  # else it is on the host only, as is all below it
+        if (
+            value is None
+        ):  # on the host only, as is all below it. What brings it back inserts below it later
+            self._ends.forget(node.node_id)
+        else:
             first = max(node.path_start, self._resume)
             if first < node.path_end and self._is_wanted(node.node_id):
                 stop = min(node.path_end, first + chunk.room)
