@@ -10,6 +10,7 @@ from typing import Any
 from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout
 from ..transfer.notice import NoticeBoard
+from ..transfer.recent_rooms import RecentRooms
 from .arrivals import news
 from .context import context
 from .record_sender import Arrive, RecordSender, Sides, as_they_are, wrap_method
@@ -35,8 +36,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
 
     sender = RecordSender(kv_manager, layout, post)
     # Sessions and rooms: records of states have not come, or without the states
-    unsent: set[tuple[str, int]] = set()
-    alone: set[tuple[str, int]] = set()
+    unsent, alone = RecentRooms(), RecentRooms()
 
     def send_pages(
         original: Callable[..., int], session: str, source: Any, *args: Any, **more: Any
@@ -54,12 +54,12 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         # Records first: if the request ends in between, they must not come alone, into slots of another one.
         if status := sender.send_states(session, indices, request.dst_state_indices):
             if ignored:
-                unsent.add((session, request.room))
+                unsent.mark((session, request.room))
             return status
         status = original(request, indices, *args, **more)
         if status and ignored:
             # Of pages the peer must know it. What it has of linear attention has no records.
-            alone.add((session, request.room))
+            alone.mark((session, request.room))
             sender.contained(session, _say_states_are_lost, kv_manager, request)
         return status
 
@@ -67,11 +67,9 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         session = request.mooncake_session_id
         must_fail = context.sent_chunks.let_go(request.room)
         of_request = session, request.room
-        if of_request in unsent:
-            unsent.discard(of_request)
+        lost = alone.take(of_request)
+        if unsent.take(of_request):
             return _FAILED
-        lost = of_request in alone
-        alone.discard(of_request)
         tells = sender.contained(session, _announce, kv_manager, sender, request, lost)
         if must_fail and not (tells or release().transfers.fails_damaged):
             return _FAILED
