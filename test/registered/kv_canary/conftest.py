@@ -237,6 +237,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_paused.py",
     "wiring/test_plugin_startup.py",
     "wiring/test_prefix_caches.py",
+    "wiring/test_record_sender.py",
     "wiring/test_records_out_of_date.py",
     "wiring/test_replayed_tokens.py",
     "wiring/test_reused_pages.py",
