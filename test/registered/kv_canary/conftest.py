@@ -215,6 +215,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_allocator_hooks.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_anchors.py",
+    "wiring/test_compile_server_launch.py",
     "wiring/test_dflash_tokens.py",
     "wiring/test_direct_hooks.py",
     "wiring/test_expected_tokens.py",
